@@ -41,8 +41,8 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.manifest import OTHER_LANGUAGES
-from pipeline.artifacts.places import link_or_copy, run_dir
+from pipeline.artifacts.manifest import OTHER_LANGUAGES, run_dir
+from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER, ShardWriter

@@ -22,7 +22,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     pair_counts,
 )
-from pipeline.artifacts.mixture import MIXTURE_NAME, Mixture, Phase
+from pipeline.artifacts.shards import MIXTURE_NAME, Mixture, Phase
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.stage import StageCall

@@ -40,8 +40,8 @@ from pipeline.artifacts.corpus import (
     line_counts,
     text_name,
 )
-from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.segmenters import segmenter_records
+from pipeline.artifacts.shards import lines_per_language
 from pipeline.artifacts.spelling import rule_of, with_any_rule, with_rule
 from pipeline.artifacts.tokenizer import (
     SPECIALS,

@@ -21,14 +21,13 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.manifest import describe_name
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import describe_name, run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
 from pipeline.config.recorded import setting_changes, undeciding, without_settings
-from pipeline.distributed.collectives import gather_objects
+from pipeline.distributed.world import gather_objects
 from pipeline.errors import ConfigError
 
 

@@ -140,7 +140,7 @@ def training(cluster: Cluster) -> list[str]:
 @pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Lets the next run be asked to stop when it has done that many batches."""
-    from pipeline.distributed.signals import StopFlag
+    from pipeline.distributed.world import StopFlag
 
     def arrange(batches: int) -> None:
         asked = iter(range(10**6))

@@ -54,9 +54,8 @@ from pipeline.artifacts.places import (
     unfinished_dirs,
 )
 from pipeline.config.documents import read_json
-from pipeline.distributed import progress
-from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank, world_size
-from pipeline.distributed.world import own_rank
+from pipeline.distributed import process
+from pipeline.distributed.world import from_rank_zero, gather_objects, own_rank, rank, world_size
 from pipeline.errors import ArtifactError, to_write
 from pipeline.terminal import an_artifact
 
@@ -299,7 +298,7 @@ class ArtifactWriter:
         target = self.path(name)
         if link_or_copy(source.file(name), target):
             self.settled[target] = source.manifest.files[name]
-        progress.advance()
+        process.advance()
 
 
 def stage_key(

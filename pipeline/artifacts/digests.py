@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from pipeline.artifacts.manifest import FileRecord, as_text, is_text, json_digest
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.errors import ArtifactError
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def _digest(stream: BinaryIO, size: int) -> str:
     while content := stream.read(min(size, READ_BYTES)):
         digest.update(content)
         size -= len(content)
-        progress.advance()
+        process.advance()
     return digest.hexdigest()
 
 
@@ -97,7 +97,7 @@ def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
         digest.update(part)
         if is_sync_due:
             os.fsync(stream.fileno())
-            progress.advance()
+            process.advance()
 
     try:
         with path.open("wb") as stream, ThreadPoolExecutor(1, "hash") as pool:

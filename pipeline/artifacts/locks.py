@@ -37,8 +37,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.artifacts.places import lock_path
-from pipeline.distributed.progress import Silence
-from pipeline.distributed.signals import deferred, held_back
+from pipeline.distributed.process import Silence, deferred, held_back
 from pipeline.errors import ArtifactError, unwritable
 
 ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"

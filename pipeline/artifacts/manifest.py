@@ -60,6 +60,11 @@ FORMAT_VERSION: dict[Kind, int] = dict.fromkeys(get_args(Kind), 1)
 """Version of each kind's format; raise it when the files of the kind change."""
 
 
+def run_dir(out_dir: Path) -> Path:
+    """Return the run folder of an output."""
+    return out_dir.parent / f"{out_dir.name}.run"
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

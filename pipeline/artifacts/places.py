@@ -36,6 +36,7 @@ from pipeline.artifacts.manifest import (
     as_text,
     is_text,
     read_manifest,
+    run_dir,
 )
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
@@ -112,11 +113,6 @@ def attempts_dir(out_dir: Path) -> Path:
 def probe_dir(out_dir: Path) -> Path:
     """Return the folder in which nodes try whether they share the storage of an output."""
     return _beside(out_dir, "probe")
-
-
-def run_dir(out_dir: Path) -> Path:
-    """Return the run folder of an output."""
-    return out_dir.parent / f"{out_dir.name}.run"
 
 
 def plan_lock_path(plan_dir: Path) -> Path:

@@ -3,6 +3,7 @@
 ``OUT.run`` keeps the work of a stage that can be resumed. Training states lie in ``OUT.run/states``
 as ``update-0000100``; ``training/run_directory`` describes the rest. Training resumes from its
 newest state if the state has the same settings and inputs, as far as they decide an update.
+:class:`Position` is all that resuming needs but tensors.
 
 Before a model or translations are published, a note in the run folder announces the removal. If a
 kill comes in between, the next start finds both the output and the note and finishes the removal.
@@ -13,8 +14,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.locks import Lock, exclusive, is_abandoned, sole_writer
@@ -23,7 +27,9 @@ from pipeline.artifacts.manifest import (
     MARKER_NAME,
     STATE_NAME,
     Kind,
+    how_to_restore,
     read_manifest,
+    run_dir,
     updates_of_name,
 )
 from pipeline.artifacts.places import (
@@ -36,7 +42,6 @@ from pipeline.artifacts.places import (
     refuse_to_overwrite,
     remove_artifact,
     replaced_dir,
-    run_dir,
     sync,
     unfinished_dir,
     unfinished_dirs,
@@ -50,7 +55,8 @@ from pipeline.config.recorded import (
     with_defaults,
     without_settings,
 )
-from pipeline.errors import ArtifactError, UserError
+from pipeline.config.settings import shown
+from pipeline.errors import ArtifactError, CheckpointError, UserError
 
 Work = Literal["training", "translation", "sharding"]
 """Kind of stage that owns a run folder."""
@@ -364,3 +370,71 @@ def remove_emptied(run_folder: Path) -> str | None:
         f"{run_folder} is removed but for {others[0]}{more}, which the stage did not write: "
         "move it away."
     )
+
+
+# ---------------------------------------------------------------- position of a run
+
+PROGRESS_FILE = "progress.json"
+
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sum = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The state of fp16's dynamic loss scale, by DeepSpeed's counters."""
+
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    steps: Whole
+    """Attempted updates so far, including skipped ones."""
+    last_overflow: Annotated[int, Field(ge=-1, lt=2**63)]
+    """Number of attempts before the last overflow; -1: there was none."""
+    hysteresis: Annotated[int, Field(ge=1, lt=2**63)]
+    """Number of further overflows after which the scale is reduced."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The progress of a training run: everything but tensors that resuming needs."""
+
+    update: Whole = 0
+    cursor: tuple[Whole, Whole] = (0, 0)
+    """Next step of the batch plan: (window, step within the window)."""
+    validated: Whole = 0
+    """Last update that was validated."""
+    best_perplexity: Sum | None = None
+    best_update: Whole | None = None
+    validations_since_best: Whole = 0
+    """Consecutive validations without a lower perplexity."""
+    seconds: Seconds = 0.0
+    interval: Annotated[tuple[Sum, ...], Field(min_length=4)] = (0.0,) * 5
+    """Sums over all ranks since the last line of metrics (``training/metrics.py``). Earlier
+    versions have four, without source tokens, or five, without the routes to experts."""
+    overflows: Whole = 0
+    """Attempted updates that overflowed fp16 and were repeated at a smaller loss scale."""
+    loss_scale: LossScale | None = None
+    """None: the run has no dynamic loss scale."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Position":
+        """Return the position of JSON fields; raise ValidationError if they are invalid."""
+        return TypeAdapter(cls).validate_python(values)
+
+
+def read_position(state: Artifact) -> Position:
+    """Return the position of a training state; raise CheckpointError if its file is invalid."""
+    path = state.file(PROGRESS_FILE)
+    try:
+        return Position.from_json(state.read_json(PROGRESS_FILE))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
+        raise CheckpointError(
+            f"{path} describes no progress of a run ({where}: {first['msg']}). "
+            f"{how_to_restore(state.directory)}."
+        ) from error

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.batching.settings import BatchesConfig
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.kernels.attention import attention_mask
 from pipeline.kernels.noise import Noise
@@ -100,6 +101,11 @@ SOURCE_EXTRA = EXTRA_TOKENS
 """Tokens added to a source: one tag and end-of-sentence."""
 TARGET_EXTRA = EXTRA_TOKENS
 """Tokens added to a decoder input: the longest prompt."""
+
+
+def extra_labels(config: BatchesConfig) -> int:
+    """Return a sentence's labels besides its tokens: end-of-sentence, and the tag if it counts."""
+    return 1 + config.tag_is_label
 
 
 @dataclass(frozen=True)

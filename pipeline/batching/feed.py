@@ -24,8 +24,7 @@ from pipeline.artifacts.corpus import (
     language_of,
     line_counts,
 )
-from pipeline.artifacts.mixture import Mixture
-from pipeline.artifacts.shards import Flags, Shard, open_shard
+from pipeline.artifacts.shards import Flags, Mixture, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import (
     SOURCE_EXTRA,
@@ -36,6 +35,7 @@ from pipeline.batching.batch import (
     Ragged,
     Sentences,
     assemble,
+    extra_labels,
     in_one_buffer,
 )
 from pipeline.batching.global_step import (
@@ -48,7 +48,7 @@ from pipeline.batching.global_step import (
 )
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
-from pipeline.distributed.progress import BUSY_TIME
+from pipeline.distributed.process import BUSY_TIME
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.compiled_loops import gather, locate
 from pipeline.seeds import derive_seed
@@ -255,7 +255,7 @@ class SplitData:
                         np.full_like(lines, index),
                         np.full_like(lines, reverse),
                         lines,
-                        num_labels=targets + len(lines) * self._config.extra_labels,
+                        num_labels=targets + len(lines) * extra_labels(self._config),
                         num_tokens=sources + targets + 2 * len(lines),
                     )
                     plan.append((direction, micro_batch))

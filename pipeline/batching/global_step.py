@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.mixture import Mixture, Phase
-from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
+from pipeline.artifacts.shards import Mixture, Phase
+from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA, extra_labels
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.compiled_loops import mark_cuts, measure, shuffle
@@ -351,7 +351,7 @@ class Planner:
             np.add.reduceat(length_N, bound_M[:-1], dtype=np.int64)
             for length_N in (drawn.source_N, drawn.target_N)
         )
-        labels = target + sentences * self._config.extra_labels
+        labels = target + sentences * extra_labels(self._config)
         return PlannedWindow(
             drawn.pair_N,
             drawn.reverse_N,

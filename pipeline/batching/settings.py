@@ -31,11 +31,6 @@ class BatchesConfig(Settings):
     evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
 
-    @property
-    def extra_labels(self) -> int:
-        """Labels of a sentence besides its tokens: end-of-sentence, and the tag if it counts."""
-        return 1 + self.tag_is_label
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.tag_is_label and self.tag_scheme == "tgt":

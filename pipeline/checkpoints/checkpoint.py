@@ -33,8 +33,8 @@ from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.parameters import named_slices, num_parameters, tensor_shapes
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
-from pipeline.training.settings import Regularization
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, finished_manifest, open_artifact
+from pipeline.artifacts.run_folders import read_position
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
-from pipeline.checkpoints.resharding import read_position, split_key
+from pipeline.checkpoints.resharding import split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.recipe import leaf_settings
 from pipeline.config.recorded import setting_changes

@@ -23,7 +23,7 @@ from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.artifacts.digests import write_hashed
 from pipeline.config.documents import refuse_pipe, refuse_pointer
 from pipeline.config.settings import one_line
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.errors import CheckpointError
 
 PART_FOLDERS = ("weights", "optimizer")
@@ -174,7 +174,7 @@ class TensorFiles(TensorFolder):
                 f"{self.origin} has no tensor {name!r}, so it is of another model. Name a "
                 "checkpoint of this model."
             )
-        progress.advance()
+        process.advance()
         self.artifact.check([self._file_of[name].relative_to(self.origin).as_posix()])
         return super().read(name)
 

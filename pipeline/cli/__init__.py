@@ -14,7 +14,7 @@ from pipeline.cli.commands import COMMANDS
 from pipeline.cli.ending import guarded
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
-from pipeline.distributed.signals import interruptible
+from pipeline.distributed.process import interruptible
 from pipeline.distributed.world import leave, own_rank
 from pipeline.machine import installed_version, prepare_process
 from pipeline.registry import STAGES

@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.artifacts.artifact import UNWRITABLE
-from pipeline.distributed import progress
+from pipeline.distributed import process
+from pipeline.distributed.process import let_signals_in
 from pipeline.distributed.rounds import node_name
-from pipeline.distributed.signals import let_signals_in
 from pipeline.distributed.watchdog import BEFORE_END
 from pipeline.distributed.world import launched_size, own_rank
 from pipeline.errors import (
@@ -132,7 +132,7 @@ class _Reports:
             node=node_name(),
             end=end,
             cause=cause,
-            update=progress.last_update(),
+            update=process.last_update(),
         )
 
     def write_or_print(self, end: End, error: UserError) -> None:

@@ -289,13 +289,15 @@ def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     recipe = load_recipe(task.recipe or None, task.overrides)
     try:
         sizes = _model_sizes(recipe, options, may_lack=True)
+        from pipeline.batching.equal_epochs import with_share_of_updates
         from pipeline.estimates.devices import device_named
         from pipeline.estimates.step_time import choices
+        from pipeline.model.parameters import cost_without_experts
         from pipeline.model.spec import placeholder_spec
-        from pipeline.training.translation import with_updates_of_model
 
         spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
-        recipe = with_updates_of_model(recipe, spec)
+        if recipe.training.updates_of == "dense":
+            recipe = with_share_of_updates(recipe, cost_without_experts(spec))
         found, refused = choices(
             recipe,
             device_named(options.device),

@@ -23,13 +23,13 @@ from pipeline.artifacts.artifact import (
     refuse_to_overwrite,
 )
 from pipeline.artifacts.locks import sole_writer
+from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.places import (
     is_trained,
     refuse_inputs,
     refuse_other_kind,
     replaced_dir,
     restore,
-    run_dir,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
@@ -46,7 +46,7 @@ from pipeline.cli.parser import (
     whole_number,
 )
 from pipeline.config.recipe import load_recipe
-from pipeline.distributed.signals import interruptible
+from pipeline.distributed.process import interruptible
 from pipeline.distributed.world import is_launched, launched_size, own_rank
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done

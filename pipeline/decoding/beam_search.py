@@ -38,7 +38,7 @@ from pipeline.decoding.hypotheses import (
     stopping_rule,
 )
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
@@ -405,7 +405,7 @@ class Search:
 
     def step(self) -> dict[int, list[Translation]]:
         """Extend the beams by a token; return the hypotheses of each sentence that is done now."""
-        progress.advance()
+        process.advance()
         beam_BJ = self.advance(self.model.project(self.feed()))
         # The host waits for the device here, at every step; GridSearch does at every eighth.
         is_done = self.beams.done_B.tolist()

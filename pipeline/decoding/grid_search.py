@@ -20,7 +20,7 @@ from pipeline.decoding.beam_search import Beams, BeamStep, Search
 from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.kernels.launching import HostCopy, recorded
 from pipeline.kernels.pointwise import JointParameters
 from pipeline.kernels.products import has_grouped_products
@@ -149,7 +149,7 @@ class GridSearch:
 
     def step(self) -> dict[int, list[Translation]]:
         """Extend the beams by up to 8 tokens; return the hypotheses of sentences that are done."""
-        progress.advance()
+        process.advance()
         if self.grid is None:
             found = self.first.step()
             self.rows = [*self.first.active]

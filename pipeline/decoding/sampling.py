@@ -27,7 +27,7 @@ from pipeline.decoding.hypotheses import (
     stopping_rule,
 )
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 
@@ -95,7 +95,7 @@ class Sampler:
         self.states.keep(every_B, torch.zeros_like(every_B)[:, None].expand(-1, self.samples))
         x_RD = x_BD.repeat_interleave(self.samples, dim=0)
         for length in range(1, max(self.limits) + 1):
-            progress.advance()
+            process.advance()
             next_R = self.advance(self.model.project(x_RD), length)
             if next_R is None:
                 break

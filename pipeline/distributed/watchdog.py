@@ -5,7 +5,7 @@ the others can go on. Therefore ranks *meet* before they exchange anything outsi
 step: :meth:`Peers.meet` waits until all ranks are there, or until a rank has said that it ends.
 
 A rank that hangs says nothing, and one that waits on its device or in a collective handles no
-signal. So a thread of every rank watches the progress of all ranks (``progress.advance``). If no
+signal. So a thread of every rank watches the progress of all ranks (``process.advance``). If no
 rank has advanced for ``Watch.silence_seconds``, the first rank that notices raises an alarm. Every
 rank that can answer writes the stacks of its threads next to the run and says where it is. The rank
 that raised the alarm names the ranks that are silent, or that are elsewhere than the others, and
@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.errors import EXIT_RUN_AGAIN, RankLost
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Peers:
         self._beat_seconds = watch.beat_seconds if watch else BEAT_SECONDS
         self._longest_poll = max(LONGEST_POLL_SECONDS, size / MOST_POLLS_PER_SECOND)
         self._meetings = 0
-        self._count = progress.count()
+        self._count = process.steps()
         self._news = News()
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._ask, name="ask store", daemon=True)]
@@ -222,19 +222,19 @@ class Peers:
                 return
 
     def _beat(self) -> None:
-        if self._count != progress.count():
-            self._count = progress.count()
+        if self._count != process.steps():
+            self._count = process.steps()
             self._store.add(ADVANCED, 1)
         advanced, alarm = self._store.multi_get([ADVANCED, ALARM])
         self._news = News(self._news.answers + 1, advanced, alarm)
 
     def _look(self, watch: Watch) -> None:
         """End this process when no rank advances, or when another rank has raised the alarm."""
-        ranks, store = (progress.Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
+        ranks, store = (process.Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
         while True:
             watch.arm()
             news = self._news
-            silent = ranks.since_change_of((news.advanced, progress.count()))
+            silent = ranks.since_change_of((news.advanced, process.steps()))
             silent_store = store.since_change_of(news.answers)
             is_late = silent > watch.silence_seconds
             if news.is_gone or silent_store > watch.answer_seconds:

@@ -23,7 +23,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
-from pipeline.distributed.signals import held_back
+from pipeline.distributed.process import held_back
 from pipeline.errors import ConfigError, Interrupted, UserError
 
 C = TypeVar("C")

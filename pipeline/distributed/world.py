@@ -1,9 +1,9 @@
-"""Find the world of ranks in the environment, open and close its process group, choose devices.
+"""Find the world of ranks, open its process group, choose devices, and run collectives.
 
 ``discover`` maps the variables of the launcher (ours, torchrun, deepspeed, srun, mpirun, or none)
-to a ``World``, and ``distributed_world`` opens the process group for it. torch is imported only
-where a process group is opened, because the command line asks this module for its rank and has to
-start fast.
+to a ``World``, and ``distributed_world`` opens the process group for it. Without a process group,
+collectives act as a single rank. torch is imported inside functions, because the command line asks
+this module for its rank and has to start fast.
 
 A rank computes on a GPU of its own, or on the CPU. Some launchers show all GPUs of a node to each
 of its ranks, others show every rank its own, which then is number 0 (``--gpus-per-task=1``).
@@ -15,24 +15,29 @@ import atexit
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
-from pipeline.distributed.collectives import gather_objects, meetings, wait_for_all
-from pipeline.distributed.watchdog import Watch
-from pipeline.errors import ConfigError
+from pipeline.distributed import process
+from pipeline.distributed.process import handled_by
+from pipeline.distributed.watchdog import Peers, Watch, open_store
+from pipeline.errors import ConfigError, UserError, describe_os_error
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 
@@ -446,3 +451,170 @@ def most_open_files() -> int | None:
     """Return how many files this process may have open; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+# ---------------------------------------------------------------- collectives
+
+_PEERS: list[Peers] = []
+"""The ranks of the open process group; empty with a single rank."""
+
+
+@contextmanager
+def meetings(address: str, *, watch: Watch | None) -> Iterator[None]:
+    """Let ranks wait for each other as long as they work; all ranks call this."""
+    if world_size() == 1:
+        yield
+        return
+    server = open_store(address, size=world_size()) if rank() == 0 else None
+    port = from_rank_zero(0 if server is None else server.port)
+    peers = Peers(
+        rank=rank(), size=world_size(), address=address, port=port, server=server, watch=watch
+    )
+    _PEERS.append(peers)
+    try:
+        yield
+    except BaseException:
+        peers.end()
+        raise
+    else:
+        peers.leave()
+    finally:
+        _PEERS.remove(peers)
+
+
+def _meet() -> None:
+    for peers in _PEERS:
+        peers.meet()
+        process.advance()
+
+
+def world_size() -> int:
+    """Return the number of ranks in the open process group; 1 if none is open."""
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's rank in the open process group; 0 if none is open."""
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def all_sum(tensor: "Tensor") -> "Tensor":
+    """Sum over ranks, in place; the tensor itself at world size 1."""
+    return _reduced(tensor, "SUM")
+
+
+def all_max(tensor: "Tensor") -> "Tensor":
+    """Take the maximum over ranks, in place; the tensor itself at world size 1."""
+    return _reduced(tensor, "MAX")
+
+
+def _reduced(tensor: "Tensor", operation: str) -> "Tensor":
+    import torch
+
+    if world_size() > 1:
+        operator = getattr(torch.distributed.ReduceOp, operation)
+        torch.distributed.all_reduce(tensor, op=operator)
+        process.advance()
+    return tensor
+
+
+def gather_rows(row: "Tensor") -> "Tensor":
+    """Return every rank's row of numbers, (ranks, numbers), in order of rank."""
+    import torch
+
+    if world_size() == 1:
+        return row[None]
+    rows = [torch.empty_like(row) for _ in range(world_size())]
+    torch.distributed.all_gather(rows, row)
+    return torch.stack(rows)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, in order of rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        _meet()
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: T) -> T:
+    """Return rank 0's value on every rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value]
+    if world_size() > 1:
+        _meet()
+        torch.distributed.broadcast_object_list(values, src=0)
+    received: T = values[0]
+    return received
+
+
+def on_rank_zero(action: Callable[[], T], *, path: Path, error: type[UserError]) -> T:
+    """Let rank 0 act, and return its result on every rank; all ranks call this.
+
+    Args:
+        action: called on rank 0 only; its result is pickled.
+        path: the file or directory that the action reads or writes, for the error message.
+        error: raised on all ranks if the action raises a UserError or an OSError.
+    """
+    result: T | None = None
+    problem: str | None = None
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as caught:
+            problem = str(caught)
+        except OSError as caught:
+            problem = f"{path} cannot be read or written ({describe_os_error(caught)})."
+    result, problem = from_rank_zero((result, problem))
+    if problem is not None:
+        raise error(problem)
+    return cast(T, result)
+
+
+def wait_for_all() -> None:
+    """Wait until every rank is here and the device's work is done; a barrier over gloo."""
+    import torch
+
+    if world_size() > 1:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        _meet()
+        torch.distributed.all_reduce(torch.zeros(1))
+
+
+class StopFlag:
+    """A flag that SIGTERM, SIGUSR1 and SIGINT set and that a loop polls.
+
+    A context manager that restores the old handlers.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        """Whether this process was asked to stop. Ranks can differ: decide by ``agreed``."""
+        self._handling = handled_by(self._raise)
+
+    def __enter__(self) -> Self:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handling.__exit__(None, None, None)
+
+    def agreed(self) -> bool:
+        """Return whether any rank was asked to stop; all ranks call this and agree."""
+        import torch
+
+        if world_size() == 1:
+            return self.requested
+        return bool(all_max(torch.tensor(int(self.requested))).item())
+
+    def _raise(self, _number: signal.Signals) -> None:
+        self.requested = True

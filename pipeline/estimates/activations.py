@@ -26,10 +26,9 @@ from pipeline.model.moe.capacity import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import FeedForward
+from pipeline.model.sublayer import FeedForward, Regularization
 from pipeline.model.tokens import TokenLinear, Tokens, Unbiased
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Transformer
-from pipeline.training.settings import Regularization
 
 Device = Literal["cpu", "cuda"]
 FLOAT32 = 4

@@ -15,7 +15,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import gather_objects, world_size
+from pipeline.distributed.world import gather_objects, world_size
 from pipeline.errors import no_such
 from pipeline.estimates.memory import estimate
 from pipeline.model.spec import ModelSpec

@@ -39,9 +39,9 @@ from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel, RankExperts, RowCounts
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import Regularization
 
 META = torch.device("meta")
 LAUNCHES_NOTHING = {

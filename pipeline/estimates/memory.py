@@ -37,10 +37,10 @@ from pipeline.model.building import shape_of_model
 from pipeline.model.moe.experts import StackedModules
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
 from pipeline.training.optim import has_flat_gradients
-from pipeline.training.settings import Regularization
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]

@@ -28,7 +28,8 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     stage_key,
 )
-from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
+from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.places import free_place_aside, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.documents import JsonLines

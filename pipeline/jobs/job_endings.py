@@ -32,7 +32,7 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import write_whole
-from pipeline.distributed.signals import handled_by, held_back
+from pipeline.distributed.process import handled_by, held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
 

@@ -8,7 +8,7 @@ does not know any more has ended, however it ended.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.config.documents import JsonLines
 from pipeline.errors import ArtifactError, SchedulerError

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
-from pipeline.distributed.signals import handled_by, held_back
+from pipeline.distributed.process import handled_by, held_back
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.job_endings import (

@@ -18,12 +18,12 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.locks import exclusive, sole_writer
+from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.places import (
     plan_lock_path,
     refuse_other_kind,
     replaced_dir,
     restore,
-    run_dir,
     unfinished_dirs,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside

@@ -20,9 +20,8 @@ from pipeline.model.moe.experts import StackedModules
 from pipeline.model.moe.layer import build_mixture_of_experts, has_experts
 from pipeline.model.settings import DenseConfig, ModelConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec, Side
-from pipeline.model.sublayer import FeedForward
+from pipeline.model.sublayer import FeedForward, Regularization
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Stack, Transformer
-from pipeline.training.settings import Regularization
 
 
 def make_transformer(

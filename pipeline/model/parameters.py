@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.model.building import shape_of_model
 from pipeline.model.extension import AddedTensor, extensions
 from pipeline.model.moe.experts import StackedModules
@@ -195,7 +195,7 @@ def num_parameters(spec: ModelSpec) -> int:
 def initialize_weights(model: Transformer, *, seed: int) -> None:
     """Set every parameter of this rank to its initial value, a function of name and seed."""
     for entry in named_slices(model):
-        progress.advance()
+        process.advance()
         entry.value.copy_(initial_value(entry, model.spec, seed=seed))
 
 

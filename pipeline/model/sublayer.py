@@ -23,8 +23,35 @@ from pipeline.kernels.pointwise import add_and_norm, add_dropped, layer_norm, no
 from pipeline.kernels.products import Activation, Linear
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens, Unbiased, project, project_last
+from pipeline.training.settings import TrainingConfig
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """Rates of ``TrainingConfig``, applied in training only; no part of a model's spec.
+
+    All noise is drawn on the rank that holds a token's sentence, not on the rank of its experts,
+    and is seeded per micro-batch.
+    """
+
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    moe_dropout: float | None = None
+    expert_output_masking: float = 0.0
+    router_jitter: float = 0.0
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> "Regularization":
+        """Return the rates of a recipe."""
+        return cls(
+            dropout=training.dropout,
+            attention_dropout=training.attention_dropout,
+            moe_dropout=training.moe_dropout,
+            expert_output_masking=training.expert_output_masking,
+            router_jitter=training.router_jitter,
+        )
 
 
 class ResidualNorm(nn.LayerNorm):

@@ -45,6 +45,7 @@ from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import (
     Layer,
+    Regularization,
     Reports,
     Residual,
     ResidualNorm,
@@ -52,7 +53,6 @@ from pipeline.model.sublayer import (
     run_layer,
 )
 from pipeline.model.tokens import ReadsFloat32, Tokens
-from pipeline.training.settings import Regularization
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""

@@ -33,7 +33,7 @@ from pipeline.artifacts.spelling import is_blank
 from pipeline.config.settings import shown
 from pipeline.decoding.line_filter import written_record
 from pipeline.decoding.text_input import without_line_breaks
-from pipeline.distributed.signals import handled_by
+from pipeline.distributed.process import handled_by
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.languages import find_code

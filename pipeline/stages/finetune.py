@@ -21,10 +21,10 @@ from pipeline.config.recorded import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
+from pipeline.model.sublayer import Regularization
 from pipeline.stage import StageCall
+from pipeline.stages.pretrain import train, training_data
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.settings import Regularization
-from pipeline.training.translation import train, training_data
 
 
 def run(call: StageCall) -> None:
@@ -33,19 +33,20 @@ def run(call: StageCall) -> None:
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         call.open_inputs()
         connect(world)
-        data = training_data(call)
+        data, device = training_data(call), local_device(world.local_rank)
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
         model = load_model(
             checkpoint,
             regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
-            device=local_device(world.local_rank),
+            device=device,
         )
-        call = replace(
-            call,
-            peak_operations=peak_operations(call.ds_config),
-            per_pass=micro_batches_that_fit(call, model.spec),
-        )
+        if device.type == "cuda":  # a CPU has no peak, and a pass for each micro-batch
+            call = replace(
+                call,
+                peak_operations=peak_operations(call.ds_config),
+                per_pass=micro_batches_that_fit(call, model.spec),
+            )
         train(call, model, data, world=world)
 
 

@@ -37,7 +37,8 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.locks import held_lock
-from pipeline.artifacts.places import lock_path, run_dir
+from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.places import lock_path
 from pipeline.artifacts.run_folders import (
     NOTE_NAME,
     TRANSLATION_FILES,
@@ -49,14 +50,16 @@ from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recorded import describe_change, with_defaults
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.collectives import (
+from pipeline.distributed.world import (
+    StopFlag,
+    World,
+    distributed_world,
     from_rank_zero,
     gather_objects,
+    leave,
     on_rank_zero,
     wait_for_all,
 )
-from pipeline.distributed.signals import StopFlag
-from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.stage import StageCall
 from pipeline.terminal import Progress, counted, listed

@@ -32,10 +32,8 @@ from pipeline.decoding.text_input import (
     without_line_breaks,
 )
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed import progress
-from pipeline.distributed.collectives import on_rank_zero
-from pipeline.distributed.signals import StopFlag
-from pipeline.distributed.world import distributed_world, leave
+from pipeline.distributed import process
+from pipeline.distributed.world import StopFlag, distributed_world, leave, on_rank_zero
 from pipeline.errors import ConfigError, DataError
 from pipeline.stage import StageCall
 from pipeline.stages.translate import (
@@ -146,7 +144,7 @@ def count_left(texts: Sequence[TextFile], directory: Path, *, copies: int) -> tu
     finished = next(number for number in count() if not chunk_path(directory, number).is_file())
     left = 0
     for chunk in chunks(texts, copies=copies):
-        progress.advance()
+        process.advance()
         left += len(chunk.texts) if chunk.number >= finished else 0
     return finished, left
 
@@ -180,7 +178,7 @@ def publish(
     announce_removal(done.directory, key=call.key)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for chunk in chunks(texts, copies=len(directions)):
-            progress.advance()
+            process.advance()
             _append_texts(writer, chunk, directions[0].source)
             path = chunk_path(done.directory, chunk.number)
             for direction, record in _append_chunk(writer, path, directions):

@@ -34,8 +34,9 @@ from deepspeed.moe.utils import (
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
+from pipeline.artifacts.run_folders import LossScale
 from pipeline.batching.batch import AnyBatch, Pass
-from pipeline.checkpoints.resharding import Fills, LossScale, Piece, Ranges, Target
+from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
@@ -45,7 +46,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.progress import BUSY_TIME, advance
+from pipeline.distributed.process import BUSY_TIME, advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.gradient_sums import keeping_gradients
@@ -54,8 +55,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import StackedModules, expert_parameters
 from pipeline.model.parameters import NamedSlice, named_slices
 from pipeline.model.transformer import Trained, Transformer
-from pipeline.training.loss_terms import LossTerms
-from pipeline.training.losses import training_loss
+from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import (
     FlatGradients,
     GradientOrder,
@@ -195,7 +195,7 @@ class StepResult:
     gradient_norm: float
     was_made: bool
     own_seconds: float = 0.0
-    """Time of this rank's own work (:mod:`pipeline.distributed.progress`)."""
+    """Time of this rank's own work (:mod:`pipeline.distributed.process`)."""
     routes_R: Tensor | None = None
     """Routes of every layer and expert: all that were chosen, then those within the capacity."""
 
@@ -469,7 +469,7 @@ class Engine:
             targets.append(Target("master", entry.name, piece.start, flat.data[piece.flat]))
             for what in ("exp_avg", "exp_avg_sq"):
                 if what not in held:
-                    held[what] = _zeros(flat)
+                    held[what] = torch.zeros_like(flat.data)
                 values = held[what].data[piece.flat]
                 targets.append(Target(what, entry.name, piece.start, values))
         state.fill(targets)
@@ -569,7 +569,3 @@ def _spread_modules(model: Trained) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, StackedModules) and module.is_spread:
             yield module
-
-
-def _zeros(flat: Tensor) -> Tensor:
-    return torch.zeros_like(flat.data)

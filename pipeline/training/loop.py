@@ -3,46 +3,51 @@
 Read :meth:`TrainingRun.run` first. The loop owns the run's :class:`Position` and decides when
 something happens; its collaborators do it:
 
-- :mod:`~pipeline.training.updates`: one update, repeated if its gradient is not finite
-- :mod:`~pipeline.training.validation`: validation losses, the best weights so far, patience
-- :mod:`~pipeline.training.metrics`, :mod:`~pipeline.training.profiling`: metrics and profiles
-- :mod:`~pipeline.training.saving`: training states, resuming from them, their mean; kept weights,
-  the stage's artifact
+- :class:`Updater`: one update, repeated if its gradient is not finite
+- :mod:`~pipeline.training.metrics`: metrics and profiles
+- :mod:`~pipeline.training.saving`: validation, the best weights so far, patience; training states,
+  resuming from them, their mean; the stage's artifact
+- :mod:`~pipeline.training.run_directory`: the files of the run, and the micro-batches it leaves out
 """
 
 import gc
+import math
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from pipeline.artifacts.run_folders import Position
 from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.resharding import Position
-from pipeline.distributed import progress
-from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
-from pipeline.distributed.signals import StopFlag
-from pipeline.distributed.world import World
-from pipeline.errors import AgreedStop, ConfigError
+from pipeline.config.recipe import Recipe
+from pipeline.distributed import process
+from pipeline.distributed.world import StopFlag, World, from_rank_zero, gather_objects, wait_for_all
+from pipeline.errors import AgreedStop, CheckpointError, ConfigError
 from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.transformer import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.terminal import counted
-from pipeline.training.engine import Engine
-from pipeline.training.metrics import MetricsLog
-from pipeline.training.optim import make_optimizer
-from pipeline.training.profiling import Profiling
-from pipeline.training.run_directory import RunDirectory
-from pipeline.training.saving import MeanOfLastStates, Publishing, Resuming, Saving
-from pipeline.training.task import Task
-from pipeline.training.updates import Quarantine, Updater
-from pipeline.training.validation import Validation, ValidationResult, is_out_of_patience, judge
+from pipeline.training.engine import Engine, StepResult, Verdict
+from pipeline.training.metrics import MetricsLog, Profiling
+from pipeline.training.optim import learning_rate, make_optimizer
+from pipeline.training.run_directory import MOST_IN_A_ROW, Quarantine, RunDirectory, left_out
+from pipeline.training.saving import (
+    Publishing,
+    Resuming,
+    Saving,
+    Validation,
+    ValidationResult,
+    is_out_of_patience,
+    judge,
+)
+from pipeline.training.task import Data, Task
 
 
 def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
@@ -84,8 +89,7 @@ class TrainingRun:
         self.metrics = MetricsLog.of(engine, call, directory.metrics_path)
         self.profiling = Profiling(call, rank=world.rank)
         self.saving = Saving(engine, task, recipe, directory, world=world)
-        self.mean = MeanOfLastStates(recipe.training, engine, directory)
-        self.resuming = Resuming(call, engine, directory, self.mean)
+        self.resuming = Resuming(call, engine, directory)
         self.publishing = Publishing(
             call, task, directory, self.quarantine, world=world, ds_config=engine.ds_config
         )
@@ -198,38 +202,39 @@ class TrainingRun:
         )
 
     def _updates(self) -> Generator[Update]:
-        cursor, update = self.position.cursor, self.position.update
         return self.data.updates(
-            cursor,
+            self.position.cursor,
             rank=self.world.rank,
             ranks=self.world.size,
-            update=update,
+            update=self.position.update,
             per_pass=self.engine.per_pass,
         )
 
     def _progress_bar(self) -> ProgressBar:
-        total, is_shown = self.recipe.training.updates, self.world.rank == 0
-        name, done = self.call.out_dir.name, self.position.update
-        return ProgressBar(name, total=total, initial=done, enabled=is_shown)
+        return ProgressBar(
+            self.call.out_dir.name,
+            total=self.recipe.training.updates,
+            initial=self.position.update,
+            enabled=self.world.rank == 0,
+        )
 
     def _update(self, updates: Generator[Update]) -> list[str]:
         """Make an update; return the alarms that begin or end with it, on rank 0."""
         update, clock = self.position.update + 1, time.monotonic()
         with self.profiling.update(update):
             feed = next(updates)
-            made = self.updater.make(feed)
-        self.metrics.add(made.result, seconds=time.monotonic() - clock)
+            result, overflows = self.updater.make(feed)
+        self.metrics.add(result, seconds=time.monotonic() - clock)
         self.position = replace(
             self.position,
             update=update,
             cursor=feed.step.next_cursor,
             seconds=round(time.monotonic() - self.clock, 3),
-            overflows=self.position.overflows + made.overflows,
+            overflows=self.position.overflows + overflows,
             loss_scale=self.engine.loss_scale,
         )
-        progress.advance(update)
-        norm = made.result.gradient_norm
-        return self.metrics.write_update_if_due(self.position, gradient_norm=norm)
+        process.advance(update)
+        return self.metrics.write_update_if_due(self.position, gradient_norm=result.gradient_norm)
 
     def _validate_if_due(self) -> None:
         if self.validation.is_due(self.position):
@@ -267,7 +272,7 @@ class TrainingRun:
 
     def _take_mean(self) -> None:
         """Make the mean of the last states the result of the run, instead of the best weights."""
-        self.averaged = self.mean.load(end=self.position.update)
+        self.averaged = self.resuming.load_mean(end=self.position.update)
         self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
 
 
@@ -279,3 +284,145 @@ def _freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+class Updater:
+    """Makes one update, and repeats it if its gradient is not finite; all ranks call it together.
+
+    DeepSpeed makes no update with such a gradient: weights, moments and the position in the data
+    stay. The reaction depends on the loss scale:
+
+    - fp16 with a dynamic loss scale: the same micro-batches are tried again, with the same dropout,
+      at the smaller scale that DeepSpeed chooses, until the gradient is finite or the scale is at
+      its minimum. No sentence is passed over, and neither the number of updates nor the learning
+      rate moves: a run with overflows sees the same data as one without.
+    - Otherwise, and at the smallest scale, the cause is not the scale. Training ends, or, with
+      ``training.skip_nonfinite_after``, the update is tried again that many times; then the
+      micro-batches whose gradients are not finite go to the quarantine, and the update is made of
+      the others, from the loss scale it began with. The loss is divided by the labels that remain.
+    """
+
+    def __init__(self, engine: Engine, data: Data, recipe: Recipe, quarantine: Quarantine) -> None:
+        self._engine, self._data, self._recipe = engine, data, recipe
+        self._quarantine = quarantine
+        self._tries = recipe.training.skip_nonfinite_after
+
+    def make(self, feed: Update) -> tuple[StepResult, int]:
+        """Make an update, without the micro-batches that are in quarantine.
+
+        Returns:
+            Its result, and how often the loss scale was lowered for it.
+
+        Raises:
+            CheckpointError: on all ranks, where its gradient stays not finite.
+        """
+        scale_before = self._engine.loss_scale
+        overflows = tries = 0
+        is_first, has_left_out = True, False
+        while True:
+            may_fall = self._engine.loss_scale_may_fall
+            result = self._try(feed, is_first=is_first)
+            if result.was_made and math.isfinite(result.gradient_norm):
+                return result, overflows
+            if result.was_made:  # the ds_config disables DeepSpeed's check: the weights are spoilt
+                raise self._not_finite(feed.number)
+            is_first = False
+            if may_fall:
+                overflows += 1
+            elif tries < self._tries:
+                tries += 1
+            elif has_left_out or not self._tries:
+                raise self._not_finite(feed.number)
+            else:
+                self._leave_out(feed)
+                self._engine.restore_loss_scale(scale_before)
+                overflows, has_left_out = 0, True
+
+    def _try(self, feed: Update, *, is_first: bool) -> StepResult:
+        recipe, without = self._recipe, self._quarantine.of_update(feed.number)
+        if len(without) == len(feed.step.micro_batches):
+            raise CheckpointError(
+                f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
+                "lines of that update."
+            )
+        return self._engine.train_step(
+            feed.ahead if is_first and not without else feed.passes(without=without),
+            total_labels=_labels(feed, without),
+            learning_rate=learning_rate(
+                recipe.optimizer, feed.number, total_updates=recipe.training.updates
+            ),
+            progress=self._progress(feed.number),
+        )
+
+    def _leave_out(self, feed: Update) -> None:
+        """Find the micro-batches whose gradients are not finite, and record them.
+
+        Raises:
+            CheckpointError: on all ranks, where it is none of them, or all, or in too many updates.
+        """
+        known = self._quarantine.of_update(feed.number)
+        verdicts = gather_objects(self._verdicts(feed, known))
+        found = culprits(verdicts, sharing=self._engine.model.expert_parallel_size) - known
+        plans, pairs = feed.step.micro_batches, list(self._data.train.offsets)
+        if not found or len(found | known) == len(plans):
+            raise self._not_finite(feed.number)
+        if self._quarantine.would_end_training(feed.number):
+            raise self._not_finite(feed.number, f"as in all of the last {MOST_IN_A_ROW} updates")
+        self._quarantine.add(
+            [
+                left_out(plans[index], update=feed.number, micro_batch=index, pairs=pairs)
+                for index in sorted(found)
+            ]
+        )
+
+    def _verdicts(self, feed: Update, known: frozenset[int]) -> list[Verdict]:
+        return [
+            self._engine.verdict(
+                feed.read(feed.plan(index, without=known)),
+                micro_batch=index,
+                seed=feed.seed_of(index),
+                total_labels=_labels(feed, known),
+                progress=self._progress(feed.number),
+            )
+            for index in feed.taken(without=known)
+        ]
+
+    def _progress(self, update: int) -> float:
+        """Return the share of training done before an update."""
+        return (update - 1) / self._recipe.training.updates
+
+    def _not_finite(self, update: int, finding: str = "") -> CheckpointError:
+        run = self._quarantine.path.parent
+        finding = finding or (
+            "it is not some of its micro-batches alone"
+            if self._tries
+            else "training.skip_nonfinite_after leaves out micro-batches that cause it"
+        )
+        return CheckpointError(
+            f"The gradient of update {update} is not a number: the run in {run} is left at its "
+            f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
+        )
+
+
+def _labels(feed: Update, without: frozenset[int]) -> int:
+    """Count the labels of all micro-batches that are not left out."""
+    plans = feed.step.micro_batches
+    return sum(plan.num_labels for index, plan in enumerate(plans) if index not in without)
+
+
+def culprits(verdicts: Sequence[Sequence[Verdict]], *, sharing: int) -> set[int]:
+    """Return the micro-batches whose gradients are not finite, from every rank's verdicts by turn.
+
+    Groups of ``sharing`` consecutive ranks share experts. If only gradients of experts are not
+    finite in a turn, the ranks' sentences cannot be told apart: all of that turn are returned.
+    A stand-in is never returned: its sentence is one of a micro-batch that is checked as well.
+    """
+    found: set[int | None] = set()
+    for turn in zip(*verdicts, strict=True):
+        for start in range(0, len(turn), sharing):
+            group = turn[start : start + sharing]
+            own = {verdict.micro_batch for verdict in group if not verdict.is_finite}
+            if not own and not all(verdict.of_experts_is_finite for verdict in group):
+                own = {verdict.micro_batch for verdict in group}
+            found |= own
+    return {index for index in found if index is not None}

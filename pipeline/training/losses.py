@@ -2,15 +2,85 @@
 
 A loss is a function of (model, batch), so that it may run the model twice. All sums are over one
 micro-batch; the caller divides by the global count of real target tokens. To add a loss, write a
-function in a file of its own, a name in ``LossConfig.objective`` and a case of
-:func:`training_loss`.
+function here, a name in ``LossConfig.objective`` and a case of :func:`training_loss`.
 """
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from pipeline.batching.batch import AnyBatch
-from pipeline.kernels.logits import summed_divergence
-from pipeline.model.transformer import Trained
-from pipeline.training.loss_terms import LossTerms, loss_terms
+from pipeline.kernels.logits import summed_cross_entropy, summed_divergence
+from pipeline.model.moe.routing import RoutingRecord, z_loss
+from pipeline.model.transformer import Output, Trained
 from pipeline.training.settings import LossConfig
+
+GATE_BUDGET = 0.3
+"""Target of the mean gate of gated projections (CLSR; Zhang et al., 2021)."""
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Terms of one micro-batch, or summed over those that share a pass.
+
+    Attributes:
+        objective: the minimized value, summed over the micro-batch's labels; differentiable.
+        cross_entropy: summed over labels, in nats, without smoothing; detached.
+        balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
+        routing: one record per MoE layer.
+        shared_cross_entropy: of the shared route, where both are trained; the other is then that
+            of the languages' route.
+    """
+
+    objective: Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    routing: tuple[RoutingRecord, ...]
+    shared_cross_entropy: Tensor | None = None
+
+
+def loss_terms(
+    output: Output, batch: AnyBatch, config: LossConfig, *, overwrites: bool = False
+) -> LossTerms:
+    """Return the loss terms of one pass through a model.
+
+    The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
+    after division by the global count, weighted means over micro-batches. If micro-batches share
+    the pass, these losses are already means over them, weighted in the same way. With
+    ``overwrites``, nothing else reads the logits, and their gradient may take their memory.
+    """
+    smoothed, cross_entropy = summed_cross_entropy(
+        output.logits_LV,
+        batch.labels_L,
+        smoothing=config.label_smoothing,
+        overwrites=overwrites,
+    )
+    balance = router_z = smoothed.new_zeros(())
+    if output.routing:
+        balance = torch.stack([record.balance_loss for record in output.routing]).sum()
+        if config.router_z_weight:
+            losses = [z_loss(one.logits_NE, one.shares) for one in output.routing]
+            router_z = torch.stack(losses).sum()
+    per_token = config.balance_weight * balance + config.router_z_weight * router_z
+    if output.gates:
+        per_token = per_token + _gate_loss(output)
+    return LossTerms(
+        objective=smoothed + batch.num_labels * per_token,
+        cross_entropy=cross_entropy,
+        balance=balance.detach(),
+        routing=output.routing,
+    )
+
+
+def _gate_loss(output: Output) -> Tensor:
+    """Return how far the mean gate of a micro-batch is from the budget."""
+    shares = [one for one in output.gate_shares if one is not None]
+    if not shares:
+        return (torch.cat(output.gates).mean() - GATE_BUDGET).abs()
+    parts = [gate_N.split(one.rows) for gate_N, one in zip(output.gates, shares, strict=True)]
+    mean_M = torch.stack([torch.cat(gates).mean() for gates in zip(*parts, strict=True)])
+    return shares[0].weight_M @ (mean_M - GATE_BUDGET).abs()
 
 
 def training_loss(

@@ -1,27 +1,36 @@
-"""Write the metrics of a training run to ``metrics.jsonl``, monitors and the console."""
+"""Write the metrics of a training run to ``metrics.jsonl``, monitors and the console; profile it.
+
+:class:`Profiling` profiles a window of updates with PyTorch's profiler: ``--profile 100:110``. Rank
+0 records its operators, and the kernels of its GPU. ``OUT.profile/`` gets a trace for
+https://ui.perfetto.dev or chrome://tracing, in which a span named ``update N`` encloses each
+update, and a table of the operators that take the most time. It lies beside ``OUT.run``, which is
+removed when training is done.
+"""
 
 import math
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.places import sync
-from pipeline.artifacts.run_folders import LOCK_NAME
-from pipeline.checkpoints.resharding import Position
+from pipeline.artifacts.run_folders import LOCK_NAME, Position
 from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import gather_objects, gather_rows
-from pipeline.distributed.progress import BUSY_TIME
-from pipeline.distributed.world import World
+from pipeline.distributed.process import BUSY_TIME, advancing
+from pipeline.distributed.world import World, gather_objects, gather_rows
+from pipeline.errors import ConfigError, describe_os_error
 from pipeline.machine import peak_resident_bytes
 from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
@@ -206,21 +215,13 @@ class MetricsLog:
         operations: ModelOperations | None = None,
         experts: LayersOfExperts = LayersOfExperts(),
     ) -> None:
-        """Open no file yet.
-
-        Args:
-            path: the file of metrics.
-            recipe: settings of the run.
-            world: this rank's place.
-            write_events: passes (name, value, update) to the monitors.
-            operations: what the utilization of devices is computed from; None: unknown.
-            experts: the MoE layers of which lines count the routes.
-        """
+        """Open no file yet; ``write_events`` passes (name, value, update) to the monitors."""
         self._file, self._recipe, self._world = JsonLines(path), recipe, world
         self._write_events, self._operations = write_events, operations
         self._interval = Interval(experts=experts)
         self._experts = experts
         self._nodes: list[str] = []
+        self._alarms = Alarms()
 
     @classmethod
     def of(cls, engine: Engine, call: StageCall, path: Path) -> Self:
@@ -233,10 +234,6 @@ class MetricsLog:
             operations=ModelOperations.of(engine.model, call.recipe, peak=call.peak_operations),
             experts=LayersOfExperts.of(engine.model),
         )
-
-    @cached_property
-    def _alarms(self) -> Alarms:
-        return Alarms()
 
     def resume(self, position: Position) -> None:
         """Continue after ``position``; all ranks call this.
@@ -260,7 +257,7 @@ class MetricsLog:
         return self._interval.note
 
     def add(self, result: StepResult, *, seconds: float) -> None:
-        """Add one update of this rank, which took ``seconds``, to the interval."""
+        """Add one update of this rank to the interval."""
         self._interval.add(result, seconds=seconds)
 
     def interval_sums(self) -> tuple[float, ...]:
@@ -444,3 +441,112 @@ def _described(slow: Mapping[str, object]) -> str:
         f"rank {slow['slowest_rank']} on {slow['slowest_node']} takes "
         f"{slow['slowest_to_median']:.1f} × the median time"
     )
+
+
+ROWS = 40
+"""Operators in the table."""
+
+
+class Profiling:
+    """Profiles the updates that a call asks for; a context manager that ends a started profile.
+
+    A profile begins with the window's first update that this attempt makes, and ends with the
+    window or the training, whichever comes first. Ranks other than 0 do nothing.
+
+    Invariant: weights, metrics other than times, and the manifest are as without a profile.
+    """
+
+    def __init__(self, call: StageCall, *, rank: int) -> None:
+        """Check the window; start nothing yet.
+
+        Raises:
+            ConfigError: on all ranks, if training ends before the window begins.
+        """
+        self._dir = call.out_dir.with_name(f"{call.out_dir.name}.profile")
+        self._window: tuple[int, int] | None = None
+        self._profile: profile | None = None
+        self._first = self._last = 0
+        if call.profile is None:
+            return
+        (first, last), updates = call.profile, call.recipe.training.updates
+        if first > updates:
+            raise ConfigError(
+                f"--profile {first}:{last} begins after the last update, which is {updates}. Name "
+                "earlier updates."
+            )
+        if rank == 0:
+            self._window = first, min(last, updates)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._profile is not None:
+            self._finish()
+        elif self._window is not None and kind is None:
+            first, last = self._window
+            self._say(f"nothing was profiled: no update from {first} to {last} was made now")
+
+    @contextmanager
+    def update(self, number: int) -> Iterator[None]:
+        """Profile the block, which makes update ``number``, if it is of the window."""
+        if self._window is None:
+            yield
+            return
+        first, last = self._window
+        if self._profile is None and first <= number <= last:
+            self._start(number)
+        self._last = number
+        with record_function(f"update {number}"):
+            yield
+        if self._profile is not None and number == last:
+            self._finish()
+
+    def _start(self, number: int) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile, self._first = profile(activities=activities), number
+        self._profile.start()
+
+    def _finish(self) -> None:
+        """End the profile and write it; a problem with the files does not end training.
+
+        Many events take long to write, and the other ranks wait meanwhile.
+        """
+        assert self._profile is not None
+        done, self._profile, self._window = self._profile, None, None
+        name = f"updates-{self._first}-{self._last}"
+        try:
+            with advancing():
+                done.stop()
+                self._dir.mkdir(parents=True, exist_ok=True)
+                _write_profile(done, self._dir, name)
+        except OSError as error:
+            self._say(f"the profile was not written: {describe_os_error(error)}")
+        else:
+            self._say(
+                f"profiled updates {self._first} to {self._last}: {self._dir / name}.json.gz and "
+                f"{name}.txt"
+            )
+
+    def _say(self, text: str) -> None:
+        print(f"--profile: {text}.", file=sys.stderr, flush=True)
+
+
+def _write_profile(done: profile, directory: Path, name: str) -> None:
+    """Write trace and table, each complete when it appears."""
+    device = "device" if torch.cuda.is_available() else "cpu"
+    table = done.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=ROWS)
+    for ending in (".json.gz", ".txt"):  # the profiler compresses a trace whose name ends in .gz
+        unfinished = directory / f".{name}.unfinished{ending}"
+        if ending == ".txt":
+            unfinished.write_text(table, encoding="utf-8")
+        else:
+            done.export_chrome_trace(str(unfinished))
+        unfinished.replace(directory / f"{name}{ending}")

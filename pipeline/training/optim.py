@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.checkpoints.resharding import LossScale
-from pipeline.distributed.collectives import all_max
+from pipeline.artifacts.run_folders import LossScale
+from pipeline.distributed.world import all_max
 from pipeline.errors import TrainingError
 from pipeline.kernels.gradient_sums import FlatSums, add_gradients_to, squared_norm
 from pipeline.training.settings import OptimizerConfig

@@ -3,7 +3,7 @@
 ``states/update-000100`` are training states, the last few of which are kept. ``best`` holds the
 weights of the best validation so far, ``mean`` the mean of the last states at the end of a run that
 makes one, ``metrics.jsonl`` the curves, and ``quarantine.jsonl`` the micro-batches that were left
-out, if any.
+out, if any (:class:`Quarantine`).
 
 One process group writes the directory at a time. A run resumes from the highest complete state.
 When it is done, the directory is removed unless the recipe says otherwise (``saving.keep_states``).
@@ -13,17 +13,20 @@ files of the next attempt. Each rank checks the lock before it writes its part a
 artifact is sealed, and the folder in which one is built has the token of the lock in its name.
 """
 
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -37,8 +40,8 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import Lock, exclusive
-from pipeline.artifacts.manifest import updates_of_name
+from pipeline.artifacts.locks import Lock, exclusive, refuse_if_lost
+from pipeline.artifacts.manifest import run_dir, updates_of_name
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -46,10 +49,10 @@ from pipeline.artifacts.places import (
     remove_artifact,
     replace_directory,
     restore,
-    run_dir,
 )
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
+    Whole,
     announce_removal,
     change_of_total,
     claim_run_folder,
@@ -62,9 +65,10 @@ from pipeline.artifacts.run_folders import (
     withdraw_removal,
     working_dir,
 )
+from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
-from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects, on_rank_zero
-from pipeline.distributed.world import World
+from pipeline.config.documents import JsonLines
+from pipeline.distributed.world import World, all_max, from_rank_zero, gather_objects, on_rank_zero
 from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_os_error
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import OptimizerConfig
@@ -116,13 +120,10 @@ class RunDirectory:
                 return stack.enter_context(lock)
 
             self._lock = on_rank_zero(claim, path=self.directory, error=ArtifactError)
-            stack.callback(self._forget_lock)
+            stack.callback(setattr, self, "_lock", None)
             yield
         if self._is_removed:
             self._remove_emptied()
-
-    def _forget_lock(self) -> None:
-        self._lock = None
 
     def resume_from(self) -> Artifact | None:
         """Return the highest complete training state of this run, or None to begin.
@@ -155,7 +156,7 @@ class RunDirectory:
         )
 
     def _remove_results(self) -> None:
-        for place in (self.best_dir, self.mean_dir):
+        for place in filter(os.path.lexists, (self.best_dir, self.mean_dir)):
             remove_artifact(place)
         for path in (self.metrics_path, self.quarantine_path):
             path.unlink(missing_ok=True)
@@ -456,3 +457,112 @@ def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str
         f"the {optimizer.schedule} schedule of the learning rate ends at the new number: at update "
         f"{update:,} the rate is {now:.3g} instead of {before:.3g}"
     )
+
+
+MOST_IN_A_ROW = 10
+"""Updates in a row without some of their micro-batches, of which the last ends training."""
+SHOWN_LINES = 5
+"""Most lines per direction that a message lists."""
+
+
+@validated_dataclass(frozen=True)
+class LeftOut:
+    """A micro-batch that an update leaves out."""
+
+    update: Whole
+    micro_batch: Whole
+    labels: Whole
+    lines: Mapping[str, Sequence[Whole]]
+    """Direction → lines, from 1, of the pair's shards."""
+
+    @property
+    def described(self) -> str:
+        """``micro-batch 3 (de-en lines 7, 12; ru-en line 1)``."""
+        parts = [_described(direction, lines) for direction, lines in self.lines.items()]
+        return f"micro-batch {self.micro_batch} ({'; '.join(parts)})"
+
+
+def _described(direction: str, lines: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lines[:SHOWN_LINES]))
+    more = f" and {len(lines) - SHOWN_LINES} more" if len(lines) > SHOWN_LINES else ""
+    return f"{direction} {'line' if len(lines) == 1 else 'lines'} {shown}{more}"
+
+
+def left_out(plan: MicroBatch, *, update: int, micro_batch: int, pairs: Sequence[str]) -> LeftOut:
+    """Return the record of a micro-batch; ``pairs`` are the names of its pair numbers."""
+    lines: dict[str, list[int]] = {}
+    for pair, is_reverse, line in zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True):
+        first, second = pairs[pair].split("-")
+        direction = f"{second}-{first}" if is_reverse else f"{first}-{second}"
+        lines.setdefault(direction, []).append(int(line) + 1)
+    found = {direction: sorted(numbers) for direction, numbers in sorted(lines.items())}
+    return LeftOut(update, micro_batch, plan.num_labels, found)
+
+
+class Quarantine:
+    """The micro-batches that a run leaves out; all ranks call its methods together.
+
+    ``quarantine.jsonl`` has one JSON object per line: the update, the micro-batch's index in it,
+    its labels, and its lines by direction, counted from 1 in the order of the shards. It is on disk
+    before the update is made without them, so that a run that is resumed before that update makes
+    the same one.
+    """
+
+    def __init__(self, path: Path, *, world: World) -> None:
+        self.path = path
+        self.entries: list[LeftOut] = []
+        self._world = world
+        self._file = JsonLines(path)
+
+    def read(self) -> None:
+        """Read what earlier attempts at the run recorded.
+
+        Raises:
+            CheckpointError: on all ranks, where the file cannot be read or is none of a run.
+        """
+        self.entries = on_rank_zero(self._read, path=self.path, error=CheckpointError)
+
+    def of_update(self, update: int) -> frozenset[int]:
+        """Return the indices of an update's micro-batches that are left out."""
+        return frozenset(one.micro_batch for one in self.entries if one.update == update)
+
+    def would_end_training(self, update: int) -> bool:
+        """Return whether each of the updates right before this one lacks some micro-batch."""
+        return all(map(self.of_update, range(update - MOST_IN_A_ROW + 1, update)))
+
+    def add(self, entries: Sequence[LeftOut]) -> None:
+        """Record micro-batches, on disk when this returns, and print them.
+
+        Raises:
+            CheckpointError: on all ranks, where that cannot be written.
+        """
+        on_rank_zero(lambda: self._write(entries), path=self.path, error=CheckpointError)
+        self.entries += entries
+        if self._world.rank == 0:
+            for one in entries:
+                print(
+                    f"update {one.update}: {one.described} is left out, since its gradient is not "
+                    f"finite; see {self.path}",
+                    file=sys.stderr,
+                )
+
+    def _read(self) -> list[LeftOut]:
+        if not self.path.is_file():
+            return self.entries
+        # removes a last line that a killed run left incomplete
+        self._file.truncate_after(sys.maxsize)
+        reader = TypeAdapter(LeftOut)
+        try:
+            return [reader.validate_python(record) for record in self._file.read()]
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{self.path} has a line that names no micro-batch. Restore the file, or begin the "
+                "run anew."
+            ) from error
+
+    def _write(self, entries: Sequence[LeftOut]) -> None:
+        refuse_if_lost(self.path.parent / LOCK_NAME)
+        for one in entries:
+            self._file.write(vars(one))
+        with self.path.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -1,7 +1,8 @@
-"""Write and load training states, kept weights, and the stage's artifact.
+"""Validate; write and load training states, kept weights, and the stage's artifact.
 
-:class:`Saving` writes into the run directory while training goes on, :class:`Resuming` goes on from
-its newest state, and :class:`Publishing` makes the stage's artifact from it at the end.
+:class:`Validation` computes the losses by which weights are kept. :class:`Saving` writes into the
+run directory while training goes on, :class:`Resuming` goes on from its newest state, and
+:class:`Publishing` makes the stage's artifact from it at the end.
 
 The mean of the last states (``training.average_last``) is of the states after every
 ``checkpoint_every`` updates and of the state at the run's end. A stop request saves a state in
@@ -9,11 +10,13 @@ between, which never counts. The mean is therefore a function of the settings, h
 was stopped.
 """
 
+import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import (
@@ -22,29 +25,160 @@ from pipeline.artifacts.artifact import (
     check_together,
     open_artifact,
 )
+from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.places import link_or_copy
-from pipeline.artifacts.run_folders import replanned
+from pipeline.artifacts.run_folders import PROGRESS_FILE, Position, read_position, replanned
+from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.resharding import (
-    PROGRESS_FILE,
-    CheckedState,
-    Position,
-    read_position,
-    write_pieces,
-)
+from pipeline.checkpoints.resharding import CheckedState, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.world import World
+from pipeline.config.settings import Route
+from pipeline.distributed.world import World, all_sum
 from pipeline.errors import CheckpointError
-from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
 from pipeline.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine
-from pipeline.training.run_directory import RunDirectory
+from pipeline.training.run_directory import Quarantine, RunDirectory
 from pipeline.training.settings import TrainingConfig
-from pipeline.training.task import Task
-from pipeline.training.updates import Quarantine
-from pipeline.training.validation import ValidationResult, is_out_of_patience
+from pipeline.training.task import Summary, Task
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """The result of one validation, equal on all ranks.
+
+    Attributes:
+        by_route: a summary for each trained route; a model without two routes has ``specific``.
+        deciding_route: the route whose perplexity decides which weights are kept.
+        perplexity: the perplexity that decides, of the deciding route.
+        routing: expert statistics over all validation tokens.
+    """
+
+    by_route: Mapping[Route, Summary]
+    deciding_route: Route
+    perplexity: float
+    routing: RoutingStatistics
+
+    def record(self) -> dict[str, object]:
+        """Return the fields of this validation's line in the metrics."""
+        record = asdict(self.by_route[self.deciding_route])
+        if self.routing.layers:
+            record["routing"] = self.routing.summary()
+        if len(self.by_route) > 1:
+            record["routes"] = {route: asdict(one) for route, one in self.by_route.items()}
+        return record
+
+
+class Validation:
+    """Computes the losses of the current weights on the validation sentences.
+
+    The ranks share the batches and sum their losses: every rank gets the same result and
+    takes the same decisions from it.
+
+    Invariant: all ranks evaluate the same number of batches. Under expert parallelism an
+    evaluation needs every rank, so a rank that has no batch left evaluates the last one again and
+    discards the result.
+    """
+
+    def __init__(self, engine: Engine, task: Task, recipe: Recipe, *, world: World) -> None:
+        self._engine, self._task, self._recipe, self._world = engine, task, recipe, world
+
+    def is_due(self, position: Position) -> bool:
+        """Return whether the weights at ``position`` are to be validated and were not yet."""
+        update, training = position.update, self._recipe.training
+        is_turn = update % training.validate_every == 0 or update == training.updates
+        return update > 0 and is_turn and position.validated < update
+
+    def run(self, *, before_batch: Callable[[], None] = lambda: None) -> ValidationResult:
+        """Validate the current weights; all ranks call this together.
+
+        Args:
+            before_batch: called on every rank before each batch; the loop stops here if asked to.
+        """
+        losses, routing = self._losses(before_batch)
+        by_route = {route: self._task.summarize(found) for route, found in losses.items()}
+        deciding = self._recipe.training.best_by_route if len(by_route) > 1 else "specific"
+        return ValidationResult(by_route, deciding, self._task.kept_by(by_route[deciding]), routing)
+
+    def _losses(
+        self, before_batch: Callable[[], None]
+    ) -> tuple[dict[Route, dict[Direction, tuple[float, int]]], RoutingStatistics]:
+        """Return route → direction → (summed cross entropy in nats, labels), over all ranks."""
+        data, spec = self._task.data, self._engine.model.spec
+        plan = data.validation(budget=self._recipe.batches.evaluation_tokens)
+        directions = sorted({direction for direction, _ in plan})
+        # columns: labels, cross entropy of the specific route, cross entropy of the shared route
+        sums = torch.zeros(len(directions), 3, dtype=torch.float64)
+        counter = RoutingCounter(spec)
+        for batch_plan, row in self._share(plan, directions):
+            before_batch()
+            terms = self._engine.evaluate(data.valid.batch(batch_plan))
+            if row is None:
+                continue
+            counter.add(terms.routing, language=spec.languages.index(directions[row].target))
+            shared = terms.shared_cross_entropy
+            sums[row] += torch.tensor(
+                [
+                    float(batch_plan.num_labels),
+                    float(terms.cross_entropy),
+                    0.0 if shared is None else float(shared),
+                ],
+                dtype=torch.float64,
+            )
+        all_sum(sums)
+        all_sum(counter.sums)
+        trains_both = self._recipe.loss.objective == "fuse_distillation"
+        routes: tuple[Route, ...] = ("specific", "shared") if trains_both else ("specific",)
+        losses: dict[Route, dict[Direction, tuple[float, int]]] = {
+            route: {
+                direction: (float(sums[row, column]), int(sums[row, 0]))
+                for row, direction in enumerate(directions)
+            }
+            for column, route in enumerate(routes, start=1)
+        }
+        return losses, counter.result()
+
+    def _share(
+        self, plan: list[tuple[Direction, MicroBatch]], directions: list[Direction]
+    ) -> Iterator[tuple[MicroBatch, int | None]]:
+        """Yield this rank's batches with their direction's row; None marks one not to count."""
+        for turn in range(math.ceil(len(plan) / self._world.size)):
+            index = turn * self._world.size + self._world.rank
+            direction, batch_plan = plan[min(index, len(plan) - 1)]
+            yield batch_plan, directions.index(direction) if index < len(plan) else None
+
+
+def judge(position: Position, perplexity: float) -> tuple[Position, bool]:
+    """Return the position after a validation, and whether its weights are the best so far.
+
+    The best weights have a lower perplexity than the weights of every earlier validation; an equal
+    one is not enough.
+
+    An attempt that ended before it saved a state may already have kept weights of this update or
+    of a later one. The validation then counts as it did in that attempt: not against patience.
+    """
+    position = replace(position, validated=position.update)
+    best, best_update = position.best_perplexity, position.best_update
+    if best is None or best_update is None or perplexity < best:
+        improved = replace(
+            position,
+            best_perplexity=perplexity,
+            best_update=position.update,
+            validations_since_best=0,
+        )
+        return improved, True
+    since = position.validations_since_best + 1 if best_update < position.update else 0
+    return replace(position, validations_since_best=since), False
+
+
+def is_out_of_patience(training: TrainingConfig, position: Position) -> bool:
+    """Return whether ``training.patience`` validations in a row found no lower perplexity.
+
+    All ranks agree: the count follows from sums over all ranks and is part of training states.
+    """
+    return 0 < training.patience <= position.validations_since_best
 
 
 class Saving:
@@ -167,50 +301,6 @@ class Saving:
         return index % (self._world.size // parallel) == self._world.rank // parallel
 
 
-class MeanOfLastStates:
-    """Loads the mean of the last training states into the model.
-
-    Each rank reads its shares of every tensor, as it does when it resumes from one state.
-
-    Invariant: the mean is of exactly the states that :func:`averaged_updates` lists. If one of
-    them is gone, the run fails instead of averaging the rest.
-    """
-
-    def __init__(
-        self, training: TrainingConfig, engine: Engine, run_directory: RunDirectory
-    ) -> None:
-        self._training, self._engine, self._run_directory = training, engine, run_directory
-
-    def load(self, *, end: int) -> list[int]:
-        """Put the mean of a run that ended after update ``end`` into the model.
-
-        All ranks call this. Returns the updates after which the averaged states were saved.
-        """
-        self._run_directory.wait()
-        self.refuse_missing(end=end, update=end)
-        averaged = averaged_updates(self._training, end=end)
-        states = [
-            open_artifact(self._run_directory.state_dir(update), kind="training_state")
-            for update in averaged
-        ]
-        check_together(*states)
-        self._engine.load_weights(MeanOfStates(states))
-        return averaged
-
-    def refuse_missing(self, *, end: int, update: int) -> None:
-        """Check the states of a run that ends after ``end`` and stands at ``update``.
-
-        Raises:
-            CheckpointError: on all ranks, if a state that the mean needs is gone.
-        """
-        if not self._training.average_last:
-            return
-        there = self._run_directory.states_after()
-        problem = describe_missing(self._training, end=end, update=update, there=there)
-        if problem is not None:
-            raise CheckpointError(f"{self._run_directory.directory}: {problem}.")
-
-
 @dataclass(frozen=True)
 class Resumed:
     """The point from which a run continues.
@@ -225,24 +315,20 @@ class Resumed:
 
 
 class Resuming:
-    """Restores the newest complete training state of a run, or begins where there is none.
+    """Restores the newest training state of a run, or loads the mean of the last ones at its end.
 
     The state holds master weights, moments, loss scale and position. It may come from another
     number of ranks.
 
     Invariant: a run that was stopped and resumed makes the same updates as one that was not. A
-    state that cannot be continued from is an error on all ranks before the first update.
+    state that cannot be continued from is an error on all ranks before the first update. The mean
+    is of exactly the states that :func:`averaged_updates` lists. If one of them is gone, the run
+    fails instead of averaging the rest.
     """
 
-    def __init__(
-        self,
-        call: StageCall,
-        engine: Engine,
-        run_directory: RunDirectory,
-        mean: MeanOfLastStates,
-    ) -> None:
-        self._config, self._recipe = call.config, call.recipe
-        self._engine, self._run_directory, self._mean = engine, run_directory, mean
+    def __init__(self, call: StageCall, engine: Engine, run_directory: RunDirectory) -> None:
+        self._config, self._training = call.config, call.recipe.training
+        self._engine, self._run_directory = engine, run_directory
 
     def resume(self) -> Resumed:
         """Load the newest state into the engine; all ranks call this.
@@ -255,7 +341,7 @@ class Resuming:
         if state is None:
             return Resumed(Position(), replanned=[])
         position = read_position(state)
-        updates = self._recipe.training.updates
+        updates = self._training.updates
         if position.update > updates:  # with updates_of = "bytes", only known once data is read
             raise CheckpointError(
                 f"{state.directory}: {position.update:,} updates are done, and the recipe makes "
@@ -265,10 +351,39 @@ class Resuming:
         changes = replanned(state, config=self._config)
         self._engine.load_optimizer_pieces(CheckedState(state), update=position.update)
         self._engine.restore_loss_scale(position.loss_scale)
-        training = self._recipe.training
-        if not training.patience:  # otherwise the last update is not known yet
-            self._mean.refuse_missing(end=training.updates, update=position.update)
+        if not self._training.patience:  # otherwise the last update is not known yet
+            self._refuse_missing(end=updates, update=position.update)
         return Resumed(position, changes)
+
+    def load_mean(self, *, end: int) -> list[int]:
+        """Put the mean of the last states of a run that ended after ``end`` into the model.
+
+        All ranks call this. Returns the updates after which the averaged states were saved. Each
+        rank reads its shares of every tensor.
+        """
+        self._run_directory.wait()
+        self._refuse_missing(end=end, update=end)
+        averaged = averaged_updates(self._training, end=end)
+        states = [
+            open_artifact(self._run_directory.state_dir(update), kind="training_state")
+            for update in averaged
+        ]
+        check_together(*states)
+        self._engine.load_weights(MeanOfStates(states))
+        return averaged
+
+    def _refuse_missing(self, *, end: int, update: int) -> None:
+        """Check the states of a run that ends after ``end`` and stands at ``update``.
+
+        Raises:
+            CheckpointError: on all ranks, if a state that the mean needs is gone.
+        """
+        if not self._training.average_last:
+            return
+        there = self._run_directory.states_after()
+        problem = describe_missing(self._training, end=end, update=update, there=there)
+        if problem is not None:
+            raise CheckpointError(f"{self._run_directory.directory}: {problem}.")
 
 
 def averaged_updates(training: TrainingConfig, *, end: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Settings of training: optimizer, loss, updates, logging and saving."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -192,29 +191,3 @@ class SavingConfig(Settings):
     removed; ``last``: the state of the last update, from which training resumes if training.updates
     is raised later; ``all``: the last training.keep_last states, for ``mmnmt checkpoint average
     --run``, and the states that training.average_last needs."""
-
-
-@dataclass(frozen=True)
-class Regularization:
-    """Rates of ``TrainingConfig``, applied in training only; no part of a model's spec.
-
-    All noise is drawn on the rank that holds a token's sentence, not on the rank of its experts,
-    and is seeded per micro-batch.
-    """
-
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    moe_dropout: float | None = None
-    expert_output_masking: float = 0.0
-    router_jitter: float = 0.0
-
-    @classmethod
-    def of(cls, training: TrainingConfig) -> "Regularization":
-        """Return the rates of a recipe."""
-        return cls(
-            dropout=training.dropout,
-            attention_dropout=training.attention_dropout,
-            moe_dropout=training.moe_dropout,
-            expert_output_masking=training.expert_output_masking,
-            router_jitter=training.router_jitter,
-        )

@@ -1,7 +1,7 @@
 """The interface between the training loop and what it trains.
 
 Updates, states, resuming, metrics and the choice of the kept weights are the same for all tasks.
-Translation implements it in :mod:`pipeline.training.translation`, labelling in
+Translation implements it in :mod:`pipeline.stages.pretrain`, labelling in
 :mod:`pipeline.extensions.tasks.finetune_task`.
 """
 

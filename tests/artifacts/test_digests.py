@@ -35,7 +35,7 @@ from pipeline.artifacts.digests import file_records, write_hashed
 from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
 )
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
@@ -71,9 +71,9 @@ def test_writing_is_little_ahead_of_the_disk_and_every_sync_counts_as_progress(
         synced.append(os.fstat(file).st_size)
 
     monkeypatch.setattr(os, "fsync", sync_slowly)
-    before = progress.count()
+    before = process.steps()
     write_hashed(tmp_path / "file", pieces_of(130, 5, 290))
-    assert len(synced) == progress.count() - before == 4
+    assert len(synced) == process.steps() - before == 4
     assert synced[-1] == 425
     for due, size in zip((100, 235, 335, 425), synced, strict=True):
         assert due <= size <= due + 200

@@ -11,7 +11,7 @@ from support.stage_runs import run_stage
 from data_prep.settings import MixtureConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions_of
-from pipeline.artifacts.mixture import Phase, lines_per_language, read_mixture
+from pipeline.artifacts.shards import Phase, lines_per_language, read_mixture
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError

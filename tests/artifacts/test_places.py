@@ -20,7 +20,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, read_manifest
 from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, run_dir
 from pipeline.artifacts.places import (
     make_working,
     plan_lock_path,
@@ -28,7 +28,6 @@ from pipeline.artifacts.places import (
     remove_artifact,
     replaced_dir,
     restore,
-    run_dir,
     unfinished_dir,
     why_not_ours,
 )

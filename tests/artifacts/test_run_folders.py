@@ -16,8 +16,8 @@ from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
 from pipeline.artifacts.locks import Owner, exclusive, sole_writer
-from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import lock_path, replaced_dir, run_dir, unfinished_dir
+from pipeline.artifacts.manifest import MARKER_NAME, run_dir
+from pipeline.artifacts.places import lock_path, replaced_dir, unfinished_dir
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     announce_removal,

@@ -20,8 +20,7 @@ from pipeline.artifacts.corpus import (
     languages,
     line_counts,
 )
-from pipeline.artifacts.mixture import read_mixture
-from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
+from pipeline.artifacts.shards import ShardWriter, open_shard, read_mixture, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     Tokenizer,
     TokenizerDescription,

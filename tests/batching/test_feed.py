@@ -23,8 +23,7 @@ from support.passes import assert_same, join
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture
-from pipeline.artifacts.shards import ShardWriter
+from pipeline.artifacts.shards import Mixture, ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData

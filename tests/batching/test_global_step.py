@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.mixture import Mixture, Phase
+from pipeline.artifacts.shards import Mixture, Phase
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,

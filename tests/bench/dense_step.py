@@ -45,8 +45,8 @@ from pipeline.kernels.cpu import has_bfloat16_products
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import MoEConfig
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
-from pipeline.training.settings import Regularization
 
 CASES = {
     r"dense step, d 512, (float32|bfloat16(, 2 pairs)?), against M2M100 (eager|sdpa)": (

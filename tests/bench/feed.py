@@ -37,8 +37,7 @@ from ratios import processor, provenance
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture
-from pipeline.artifacts.shards import ShardWriter, shard_names
+from pipeline.artifacts.shards import Mixture, ShardWriter, shard_names
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch

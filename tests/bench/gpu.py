@@ -56,8 +56,8 @@ from work import beam_search, training_step
 from pipeline.batching.batch import collate
 from pipeline.distributed.world import leave
 from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.model.sublayer import Regularization
 from pipeline.model.tokens import Unbiased
-from pipeline.training.settings import Regularization
 
 MINUTES = 9
 SECONDS = {"passes": 110, "training": 120, "ctranslate2": 100, "m2m100": 200}

@@ -31,8 +31,8 @@ from pipeline.distributed.world import World, distributed_world
 from pipeline.model.building import build_model
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_multiplied
 from pipeline.model.spec import placeholder_spec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
-from pipeline.training.settings import Regularization
 
 ROOT = Path(__file__).resolve().parents[2]
 BFLOAT16 = torch.bfloat16

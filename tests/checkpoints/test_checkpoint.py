@@ -22,18 +22,12 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.manifest import FileRecord
+from pipeline.artifacts.run_folders import Position
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
-from pipeline.checkpoints.resharding import (
-    CheckedState,
-    Piece,
-    PieceReader,
-    Position,
-    Target,
-    write_pieces,
-)
+from pipeline.checkpoints.resharding import CheckedState, Piece, PieceReader, Target, write_pieces
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World

@@ -24,8 +24,8 @@ from support.forked import Started, started_code
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive, sole_writer
-from pipeline.artifacts.manifest import MANIFEST_NAME
-from pipeline.artifacts.places import plan_lock_path, run_dir
+from pipeline.artifacts.manifest import MANIFEST_NAME, run_dir
+from pipeline.artifacts.places import plan_lock_path
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded

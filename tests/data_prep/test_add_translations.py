@@ -29,9 +29,8 @@ from pipeline.artifacts.corpus import (
     scores_name,
     translated_name,
 )
-from pipeline.artifacts.mixture import lines_per_language, read_mixture
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.shards import open_shard
+from pipeline.artifacts.shards import lines_per_language, open_shard, read_mixture
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.settings import TagScheme

@@ -14,8 +14,7 @@ from support.small_plans import write_tree
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.manifest import Kind
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import Kind, run_dir
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.nearest_neighbor import retrieve_all

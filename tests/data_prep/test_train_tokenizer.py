@@ -18,7 +18,7 @@ from data_prep import train_tokenizer
 from data_prep.settings import MixtureConfig, TokenizerConfig
 from data_prep.train_tokenizer import bytes_per_line, draw_sample
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.mixture import lines_per_language
+from pipeline.artifacts.shards import lines_per_language
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError

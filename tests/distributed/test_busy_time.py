@@ -14,7 +14,7 @@ from support.process_pool import ProcessPool
 from support.tiny_training import Inputs, changed, make_recipe, pretrain
 
 from pipeline.batching.feed import SplitData
-from pipeline.distributed.progress import BusyTime
+from pipeline.distributed.process import BusyTime
 from pipeline.distributed.world import World
 from pipeline.training import engine
 

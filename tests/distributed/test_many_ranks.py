@@ -8,8 +8,15 @@ from support.process_pool import ProcessPool
 from support.tiny_training import Inputs, changed, make_recipe, pretrain, read_metrics
 
 from pipeline.distributed import world as world_module
-from pipeline.distributed.collectives import all_sum, from_rank_zero, gather_objects, wait_for_all
-from pipeline.distributed.world import FILES_OF_RANK_ZERO, World, refuse_too_few_files
+from pipeline.distributed.world import (
+    FILES_OF_RANK_ZERO,
+    World,
+    all_sum,
+    from_rank_zero,
+    gather_objects,
+    refuse_too_few_files,
+    wait_for_all,
+)
 from pipeline.errors import ConfigError
 
 MANY = 64

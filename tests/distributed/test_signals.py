@@ -1,4 +1,4 @@
-"""Tests of pipeline/distributed/signals.py."""
+"""Tests of pipeline/distributed/process.py."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed.signals import StopFlag, deferred, handled_by, interruptible
+from pipeline.distributed.process import deferred, handled_by, interruptible
+from pipeline.distributed.world import StopFlag
 from pipeline.errors import Interrupted
 
 
@@ -92,7 +93,7 @@ def test_a_signal_that_another_thread_receives_waits_for_the_end_of_the_block() 
 def test_of_two_signals_that_came_before_one_is_told_and_none_is_left() -> None:
     script = (
         "import os, signal\n"
-        "from pipeline.distributed.signals import STOP_SIGNALS, let_signals_in\n"
+        "from pipeline.distributed.process import STOP_SIGNALS, let_signals_in\n"
         "from pipeline.errors import Interrupted\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)\n"
         "for number in (signal.SIGTERM, signal.SIGUSR1):\n"

@@ -21,11 +21,16 @@ from support.forked import forking
 
 from pipeline.cli.ending import guarded
 from pipeline.config.documents import unfinished_path
-from pipeline.distributed import progress
-from pipeline.distributed.collectives import gather_objects
-from pipeline.distributed.progress import Silence
+from pipeline.distributed.process import Silence, advance
 from pipeline.distributed.watchdog import Peers, _whereabouts, open_store, who_holds_up
-from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
+from pipeline.distributed.world import (
+    LOOPBACK,
+    World,
+    distributed_world,
+    free_port,
+    gather_objects,
+    leave,
+)
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, RankLost
 from pipeline.jobs.job_endings import REPORTS, read_ends
 
@@ -246,7 +251,7 @@ def work_for_longer_than_the_silence(world: World) -> None:
     if world.rank == 1:
         for _ in range(20):
             time.sleep(SILENCE_SECONDS / 10)
-            progress.advance()
+            advance()
     gather_objects(world.rank)
 
 

@@ -13,20 +13,18 @@ import pytest
 import torch
 from support.process_pool import ProcessPool
 
-from pipeline.distributed.collectives import (
+from pipeline.distributed.world import (
+    StopFlag,
+    World,
     all_max,
     all_sum,
-    from_rank_zero,
-    gather_objects,
-    world_size,
-)
-from pipeline.distributed.signals import StopFlag
-from pipeline.distributed.world import (
-    World,
     discover,
     distributed_world,
+    from_rank_zero,
+    gather_objects,
     is_launched,
     rank_of,
+    world_size,
 )
 from pipeline.errors import ConfigError
 
@@ -44,7 +42,6 @@ SLURM = {
 
 LEAVING_SCRIPT = """
 import atexit, os, sys
-from pipeline.distributed.world import distributed_world, leave
 
 class TellsOfItsEnd:
     def __del__(self, write=os.write):

@@ -43,10 +43,11 @@ from pipeline.model.building import build_model, shape_of_model
 from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Output, Transformer
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
-from pipeline.training.settings import LossConfig, Regularization, TrainingConfig
+from pipeline.training.settings import LossConfig, TrainingConfig
 
 LENGTH = 16
 SENTENCES = 16

@@ -130,7 +130,7 @@ def test_every_error_of_the_ranks_is_printed_once(
 AS_STAGE = """
 import errno, os, signal, time
 from pipeline.cli.ending import guarded
-from pipeline.distributed.signals import interruptible
+from pipeline.distributed.process import interruptible
 from pipeline.errors import DataError, RankLost
 open({folder!r} + "/" + os.environ["RANK"], "w").close()
 while len(os.listdir({folder!r})) < 2: time.sleep(0.01)
@@ -232,7 +232,7 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
 ) -> None:
     child = (
         "import os, signal, sys, time\n"
-        "from pipeline.distributed.signals import let_signals_in\n"
+        "from pipeline.distributed.process import let_signals_in\n"
         f"signal.signal({int(number)}, lambda *_: sys.exit({EXIT_RUN_AGAIN}))\n"
         "let_signals_in()\n"
         "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"

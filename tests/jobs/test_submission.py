@@ -15,7 +15,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
 from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError

@@ -56,8 +56,9 @@ from pipeline.kernels.products import Activation
 from pipeline.model import fused_comparison
 from pipeline.model.fused_comparison import Sizes, compare
 from pipeline.model.settings import MoEConfig
+from pipeline.model.sublayer import Regularization
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig, Regularization
+from pipeline.training.settings import LossConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]

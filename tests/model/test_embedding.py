@@ -28,9 +28,8 @@ from pipeline.distributed.world import World
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, named_slices, num_parameters
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import ResidualNorm
+from pipeline.model.sublayer import Regularization, ResidualNorm
 from pipeline.training.engine import Engine, connect
-from pipeline.training.settings import Regularization
 
 KINDS = [
     ("learned", "tied"),

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.batching.batch import with_each_tensor
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig, Regularization
+from pipeline.training.settings import LossConfig
 
 CUDA = torch.device("cuda", 0)
 MOE = {"num_experts": 4, "every": 1}

@@ -33,8 +33,7 @@ from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import Residual
-from pipeline.training.settings import Regularization
+from pipeline.model.sublayer import Regularization, Residual
 
 
 def make_peer(model_type: Any, config_type: Any, spec: ModelSpec, **more: object) -> nn.Module:

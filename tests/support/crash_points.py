@@ -30,7 +30,7 @@ from pipeline import cli
 from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest
 from pipeline.distributed import workers
-from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import StopFlag
 from pipeline.jobs import launch, runner
 from support.forked import _Launched, forking
 from support.short_plan import STAGES, write_plan

@@ -10,7 +10,7 @@ import gc
 import support.unsynced
 import pipeline.stages.evaluate
 import pipeline.extensions.tasks.finetune_task
-import pipeline.training.translation
+import pipeline.stages.pretrain
 import pipeline.stages.translate
 import pipeline.stages.upcycle
 

@@ -9,8 +9,8 @@ from transformers import M2M100Config, M2M100ForConditionalGeneration
 
 from pipeline.batching.batch import Packing
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
-from pipeline.training.settings import Regularization
 
 AttentionKernel = Literal["eager", "sdpa"]
 NO_DROPOUT = Regularization()

@@ -13,9 +13,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
-from pipeline.training.settings import LossConfig, OptimizerConfig, Regularization
+from pipeline.training.settings import LossConfig, OptimizerConfig
 from support.tiny_models import perturb_vectors, random_batch, tiny_model
 
 UPDATES = 3

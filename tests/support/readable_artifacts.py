@@ -24,8 +24,9 @@ from data_prep import (
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.run_folders import read_position
+from pipeline.artifacts.shards import read_mixture
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.assembly.rules import PARTS
@@ -33,7 +34,7 @@ from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
 from pipeline.checkpoints.pruning import prune_experts
-from pipeline.checkpoints.resharding import Piece, PieceReader, read_position
+from pipeline.checkpoints.resharding import Piece, PieceReader
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import JsonLines
 from pipeline.config.ds_config import load_ds_config

@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.run_folders import Position
 from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.resharding import Piece, Position, write_pieces
+from pipeline.checkpoints.resharding import Piece, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.model.parameters import named_slices

@@ -15,10 +15,10 @@ from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
-from pipeline.training.settings import Regularization
 
 PAD_ID = 1
 EOS_ID = 2

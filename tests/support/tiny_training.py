@@ -25,12 +25,11 @@ from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, tensor_shapes
-from pipeline.stages.pretrain import model_spec
+from pipeline.model.sublayer import Regularization
+from pipeline.stages.pretrain import model_spec, train, training_data
 from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
-from pipeline.training.settings import Regularization
-from pipeline.training.translation import train, training_data
-from pipeline.training.validation import ValidationResult
+from pipeline.training.saving import ValidationResult
 from support.corpora import make_corpus, writing
 from support.stage_runs import make_call, run_stage
 

@@ -34,13 +34,14 @@ from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.resharding import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,
@@ -49,7 +50,7 @@ from pipeline.training.engine import (
     merge_ds_config,
 )
 from pipeline.training.optim import make_optimizer
-from pipeline.training.settings import OptimizerConfig, Regularization
+from pipeline.training.settings import OptimizerConfig
 
 SPECS = {
     "dense": tiny_spec(),
@@ -302,10 +303,10 @@ def steps_of_calls(world: World) -> list[int]:
         lambda: engine.evaluate(batches[0]),
         lambda: engine.train_step(passes_of(batches), total_labels=9, learning_rate=0.1),
     ]
-    counts = [progress.count()]
+    counts = [process.steps()]
     for call in calls:
         call()
-        counts.append(progress.count())
+        counts.append(process.steps())
     return [after - before for before, after in pairwise(counts)]
 
 

@@ -19,14 +19,14 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture
+from pipeline.artifacts.shards import Mixture
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
+from pipeline.stages.pretrain import check_phases, training_data
 from pipeline.training.settings import OptimizerConfig, TrainingConfig
-from pipeline.training.translation import check_phases, training_data
 
 LINES = {"en-ru": 300, "de-en": 200}
 UPDATES = 40

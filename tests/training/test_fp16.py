@@ -25,7 +25,7 @@ from support.tiny_training import make_recipe as make_training_recipe
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.checkpoints.resharding import LossScale
+from pipeline.artifacts.run_folders import LossScale
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.model.building import build_model

@@ -37,25 +37,23 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import run_dir
-from pipeline.artifacts.run_folders import newest_state, set_aside
+from pipeline.artifacts.manifest import MARKER_NAME, run_dir
+from pipeline.artifacts.run_folders import Position, newest_state, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
-from pipeline.distributed import progress
-from pipeline.distributed.progress import last_update
+from pipeline.distributed import process
+from pipeline.distributed.process import last_update
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
 from pipeline.model.moe import layer
 from pipeline.model.moe.capacity import expert_capacity
 from pipeline.registry import STAGES
+from pipeline.stages.pretrain import summarize_validation, training_data
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.metrics import Interval
 from pipeline.training.optim import learning_rate
-from pipeline.training.translation import summarize_validation, training_data
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +131,7 @@ def test_the_curves_count_the_tokens_of_every_update(
 
 def pretrain_said(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> list[str]:
     """Pretrain with room for all routes after update 3; return what is printed about them."""
-    progress.advance(0)  # an earlier run of this process left another number
+    process.advance(0)  # an earlier run of this process left another number
 
     def capacity(rows: int, **settings: Any) -> int:
         return expert_capacity(rows, **settings) if (last_update() or 0) < 3 else rows
@@ -231,7 +229,7 @@ def pretrain_with_clock_set_back(
     world: World, inputs: Inputs, out_dir: Path, recipe: Recipe
 ) -> str:
     """Pretrain; after update 2, the wall clock of this process shows an hour less."""
-    progress.advance(0)  # an earlier run of this process left another number
+    process.advance(0)  # an earlier run of this process left another number
     original = time.time
 
     def set_back() -> float:

@@ -42,11 +42,11 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.recorded import setting_changes
 from pipeline.distributed.world import World
 from pipeline.registry import STAGES
+from pipeline.stages.pretrain import training_data
 from pipeline.training import loop
 from pipeline.training.engine import Engine
 from pipeline.training.saving import Publishing, averaged_updates, describe_missing, updates_kept
 from pipeline.training.settings import TrainingConfig
-from pipeline.training.translation import training_data
 
 UPDATES = 7
 AVERAGED = [4, 6, 7]

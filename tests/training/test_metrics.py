@@ -12,7 +12,7 @@ from support.tiny_models import tiny_model, tiny_spec
 from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
-from pipeline.checkpoints.resharding import LossScale, Position
+from pipeline.artifacts.run_folders import LossScale, Position
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.parameters import PerToken
 from pipeline.model.spec import ModelSpec

@@ -24,11 +24,11 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.cli.stage_commands import stage_parser
-from pipeline.distributed import progress
+from pipeline.distributed import process
 from pipeline.errors import ConfigError
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
-from pipeline.training.profiling import Profiling
+from pipeline.training.metrics import Profiling
 
 Event = dict[str, Any]
 
@@ -121,10 +121,10 @@ def test_a_profile_that_takes_long_to_write_is_no_hang_for_the_watchdog(tmp_path
     def read_late() -> None:
         while not (tmp_path / "model.profile" / "updates-2-3.json.gz").exists():
             time.sleep(0.01)
-        until, deadline = progress.count() + 2, time.monotonic() + 20
-        while progress.count() < until and time.monotonic() < deadline:
+        until, deadline = process.steps() + 2, time.monotonic() + 20
+        while process.steps() < until and time.monotonic() < deadline:
             time.sleep(0.01)
-        read.append("late" if progress.count() < until else "in time")
+        read.append("late" if process.steps() < until else "in time")
         read.append(pipe.read_text(encoding="utf-8"))
 
     reader = threading.Thread(target=read_late)

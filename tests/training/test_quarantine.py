@@ -39,19 +39,19 @@ from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, named_slices
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
-from pipeline.stages.pretrain import model_spec
+from pipeline.stages.pretrain import model_spec, training_data
 from pipeline.terminal import counted
 from pipeline.training import engine as engine_module
-from pipeline.training import updates
+from pipeline.training import loop, run_directory
 from pipeline.training.engine import Engine, Verdict
-from pipeline.training.loss_terms import LossTerms
-from pipeline.training.losses import training_loss
+from pipeline.training.loop import culprits
+from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
-from pipeline.training.settings import LossConfig, Regularization
-from pipeline.training.translation import training_data
-from pipeline.training.updates import LeftOut, Quarantine, culprits, left_out
+from pipeline.training.run_directory import LeftOut, Quarantine, left_out
+from pipeline.training.settings import LossConfig
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +198,8 @@ def pretrain_poisoned(
     **options: Any,
 ) -> str:
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(updates, "MOST_IN_A_ROW", most_in_a_row))
+        for module in (loop, run_directory):
+            stack.enter_context(mock.patch.object(module, "MOST_IN_A_ROW", most_in_a_row))
         # the rehearsal of the largest batch, at the start, takes none of the ``times``
         stack.enter_context(mock.patch.object(Engine, "rehearse"))
         stack.enter_context(poisoned(sentence, times=times))

@@ -10,21 +10,14 @@ from support.stage_runs import make_call
 from support.tiny_training import make_recipe
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.checkpoints.resharding import (
-    PROGRESS_FILE,
-    Fills,
-    LossScale,
-    Piece,
-    Position,
-    Target,
-    write_pieces,
-)
+from pipeline.artifacts.run_folders import PROGRESS_FILE, LossScale, Position
+from pipeline.checkpoints.resharding import Fills, Piece, Target, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import RunDirectory
-from pipeline.training.saving import MeanOfLastStates, Resuming
+from pipeline.training.saving import Resuming
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 SCALE = LossScale(scale=512.0, steps=4, last_overflow=1, hysteresis=1)
@@ -69,8 +62,7 @@ def save(recipe: Recipe, tmp_path: Path, position: Position = SAVED) -> RunDirec
 def resuming_of(recipe: Recipe, tmp_path: Path, engine: NotedState) -> Resuming:
     directory = directory_of(recipe, tmp_path)
     engine_, call = cast(Engine, engine), make_call("pretrain", recipe, {}, tmp_path / "model")
-    mean = MeanOfLastStates(recipe.training, engine_, directory)
-    return Resuming(call, engine_, directory, mean)
+    return Resuming(call, engine_, directory)
 
 
 def test_a_run_without_states_begins_and_loads_nothing(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from support.process_pool import ProcessPool
 from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.checkpoints.resharding import Position
+from pipeline.artifacts.run_folders import Position
 from pipeline.checkpoints.weights import part_prefix
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import wait_for_all
-from pipeline.distributed.world import LOOPBACK, World
+from pipeline.distributed.world import LOOPBACK, World, wait_for_all
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.run_directory import RunDirectory

@@ -13,18 +13,17 @@ from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.resharding import Piece, Position, read_position
+from pipeline.artifacts.run_folders import Position, read_position
+from pipeline.checkpoints.resharding import Piece
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter
 from pipeline.model.parameters import NamedSlice
 from pipeline.model.spec import make_spec
 from pipeline.training.engine import Engine
-from pipeline.training.run_directory import RunDirectory
-from pipeline.training.saving import Publishing, Resumed, Saving
+from pipeline.training.run_directory import Quarantine, RunDirectory
+from pipeline.training.saving import Publishing, Resumed, Saving, ValidationResult
 from pipeline.training.task import Task
-from pipeline.training.updates import Quarantine
-from pipeline.training.validation import ValidationResult
 
 SPEC = make_spec(
     model=make_recipe().model.model_copy(update={"moe": None}),

@@ -25,9 +25,10 @@ from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig, Regularization
+from pipeline.training.settings import LossConfig
 
 NOISY = Regularization(
     dropout=0.3,

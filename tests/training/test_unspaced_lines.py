@@ -7,7 +7,7 @@ from support.tiny_models import tiny_spec
 
 from pipeline.languages import parts_words_by_spaces, usual_script
 from pipeline.model.spec import ModelSpec
-from pipeline.training.translation import unspaced_lines, unspaced_notes
+from pipeline.stages.pretrain import unspaced_lines, unspaced_notes
 
 LINES = {"de-en": 1000, "en-zh": 30, "de-zh": 4, "en-th": 1, "en-zho_latn": 7}
 

@@ -11,16 +11,16 @@ import torch
 from support.tiny_training import changed, make_recipe
 
 from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.run_folders import Position
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import Interrupted
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.training.engine import Engine
-from pipeline.training.loss_terms import LossTerms
+from pipeline.training.losses import LossTerms
+from pipeline.training.saving import Validation, ValidationResult, is_out_of_patience, judge
 from pipeline.training.task import Task
-from pipeline.training.validation import Validation, ValidationResult, is_out_of_patience, judge
 
 NONE = np.zeros(0, dtype=np.int64)
 BATCHES = [

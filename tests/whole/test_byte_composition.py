@@ -33,9 +33,9 @@ from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
+from pipeline.model.sublayer import Regularization
+from pipeline.stages.pretrain import train, training_data
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.settings import Regularization
-from pipeline.training.translation import train, training_data
 
 pytestmark = pytest.mark.slow
 

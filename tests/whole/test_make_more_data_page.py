@@ -16,7 +16,7 @@ from support.small_plans import TINY, as_child, placed_small
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, line_counts, provenance_name, read_lines
-from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.shards import read_mixture
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.scores import TranslatedLines
 from pipeline.jobs.runner import run_plan

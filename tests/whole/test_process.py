@@ -70,9 +70,7 @@ LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
     *("pipeline.estimates.fitting", "pipeline.estimates.devices"),
     "pipeline.estimates.step_time",
-    "pipeline.training.updates",
-    *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
-    "pipeline.training.translation",
+    *("pipeline.training.metrics", "pipeline.training.saving"),
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
     "pipeline.extensions.tasks.finetune_task",
 )
@@ -219,5 +217,5 @@ def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> No
 
 
 def test_compiled_loops_are_loaded_with_what_both_training_stages_import() -> None:
-    (loaded,) = loaded_after(IMPORT, "pipeline.training.translation")
+    (loaded,) = loaded_after(IMPORT, "pipeline.training.loop")
     assert "numba" in loaded

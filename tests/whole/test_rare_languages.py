@@ -9,8 +9,8 @@ from data_prep.settings import GroupsConfig, LanguagesConfig, TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import languages, line_counts, read_lines
 from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.shards import read_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language

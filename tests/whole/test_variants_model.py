@@ -67,15 +67,8 @@ class GatedFeedForward(nn.Module):
         return self.down(activate(self.up(x_ND), self.activation) * self.gate(x_ND)), None
 '''
 SIGMOID_ROUTER = Path(sigmoid_router.__file__).read_text(encoding="utf-8")
-TWO_ROUTES = '''"""The mean over both routes of a model."""
-
-from pipeline.batching.batch import Batch
-from pipeline.training.settings import LossConfig
-from pipeline.model.transformer import Transformer
-from pipeline.training.loss_terms import LossTerms, loss_terms
-
-
-def two_routes_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
+TWO_ROUTES = """
+def two_routes_loss(model: Trained, batch: AnyBatch, config: LossConfig) -> LossTerms:
     specific = loss_terms(model(batch, route="specific"), batch, config)
     shared = loss_terms(model(batch, route="shared"), batch, config)
     return LossTerms(
@@ -84,7 +77,7 @@ def two_routes_loss(model: Transformer, batch: Batch, config: LossConfig) -> Los
         balance=specific.balance,
         routing=specific.routing,
     )
-'''
+"""
 FIRST_RULE = '''"""Done with the hypothesis that ends first."""
 
 
@@ -239,7 +232,7 @@ VARIANTS = {
         },
     ),
     "loss": Variant(
-        {"pipeline/training/two_routes.py": TWO_ROUTES},
+        {},
         {
             LOSS_SETTINGS: [
                 (
@@ -249,11 +242,7 @@ VARIANTS = {
                 ('objective == "fuse_distillation"', 'objective != "cross_entropy"'),
             ],
             "pipeline/training/losses.py": [
-                (
-                    "from pipeline.training.settings import LossConfig\n",
-                    "from pipeline.training.settings import LossConfig\n"
-                    "from pipeline.training.two_routes import two_routes_loss\n",
-                ),
+                ("\n\ndef translation_loss(", f"\n{TWO_ROUTES}\n\ndef translation_loss("),
                 (
                     '        case "cross_entropy":\n',
                     '        case "two_routes":\n'
@@ -299,7 +288,7 @@ TOUCHED = {
         MODEL_SETTINGS,
         "pipeline/model/moe/router.py",
     },
-    "loss": {"pipeline/training/two_routes.py", LOSS_SETTINGS, "pipeline/training/losses.py"},
+    "loss": {LOSS_SETTINGS, "pipeline/training/losses.py"},
     "stopping rule": {
         "pipeline/decoding/first_rule.py",
         DECODING_SETTINGS,

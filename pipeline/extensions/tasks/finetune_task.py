@@ -25,7 +25,7 @@ import numpy as np
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
-from pipeline.artifacts.mixture import Mixture
+from pipeline.artifacts.shards import Mixture
 from pipeline.batching.batch import (
     SOURCE_EXTRA,
     Labelled,
@@ -49,12 +49,12 @@ from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.token_classifier import TASK_FILE, TaskSpec
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Regularization
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import temperature_probabilities
 from pipeline.terminal import counted
 from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
-from pipeline.training.settings import Regularization
 
 Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
 

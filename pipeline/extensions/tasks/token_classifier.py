@@ -34,10 +34,9 @@ from pipeline.kernels.products import Linear
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import Residual, run_layer
+from pipeline.model.sublayer import Regularization, Residual, run_layer
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import EncoderLayer, Output, Stack, Trained
-from pipeline.training.settings import Regularization
 
 HeadKind = Literal["tagger", "reader"]
 HEAD_STD = 0.02

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed.progress import BUSY_TIME
+from pipeline.distributed.process import BUSY_TIME
 
 RankExperts = Callable[[Tensor, list[int], Tensor], Tensor]
 """The experts of a rank: rows sorted by expert, the rows of each on the host, and the same on the

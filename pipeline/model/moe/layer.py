@@ -20,9 +20,8 @@ from pipeline.model.moe.router import build_router
 from pipeline.model.moe.routing import Routing, RoutingRecord
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, Side
-from pipeline.model.sublayer import not_again
+from pipeline.model.sublayer import Regularization, not_again
 from pipeline.model.tokens import Tokens
-from pipeline.training.settings import Regularization
 
 
 class MixtureOfExperts(nn.Module):

@@ -93,7 +93,7 @@ def _play(plan: dict[str, Any]) -> None:
     }
     name, call = places.get(
         place,
-        ("pipeline.distributed.progress", lambda module: _before(module, "advance", at_update)),
+        ("pipeline.distributed.process", lambda module: _before(module, "advance", at_update)),
     )
     sys.meta_path.insert(0, _After({name: call}))
 

@@ -23,9 +23,9 @@ from pipeline.model.moe.router import LanguageGroupRouter, build_router
 from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec, Side
+from pipeline.model.sublayer import Regularization
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
-from pipeline.training.settings import Regularization
 
 WIDTH = 16
 

@@ -11,7 +11,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from pipeline.config.recipe import load_recipe
 from pipeline.model.moe.layer import MixtureOfExperts, build_mixture_of_experts
 from pipeline.model.settings import MoEConfig
-from pipeline.training.settings import Regularization
+from pipeline.model.sublayer import Regularization
 
 EXPERTS = 16
 

@@ -1,4 +1,4 @@
-"""Count what this process has done, and measure how long its own work takes.
+"""Count what this process has done, time its own work, and handle signals that ask it to stop.
 
 A loop that is stuck in a collective or on a device cannot answer; a watchdog and the report of how
 a rank ended read these counters instead.
@@ -14,14 +14,23 @@ are counted:
 Backward passes and the optimizer are left out, since ZeRO's reductions run inside them. A slow
 processor, GPU or disk slows the counted parts as well. The host never waits for the device here:
 events are read after the host has waited for the result of the update, as it does anyway.
+
+A loop polls a flag that signals set (:class:`~pipeline.distributed.world.StopFlag`); work that can
+be repeated is interrupted (``interruptible``); a launcher passes the signal on to its children
+(``handled_by`` with a handler of its own).
 """
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from pipeline.errors import Interrupted
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +63,8 @@ def last_update() -> int | None:
     return _COUNTERS.update
 
 
-def count() -> int:
-    """Return the number of steps so far."""
+def steps() -> int:
+    """Return the number of steps that this process has done."""
     return _COUNTERS.steps
 
 
@@ -174,3 +183,94 @@ class Silence:
         self._seconds = self._seconds + step if value == self._value else 0.0
         self._value = value
         return self._seconds
+
+
+# ---------------------------------------------------------------- signals
+
+ASKED_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that a scheduler or a launcher sends."""
+
+STOP_SIGNALS = (*ASKED_FROM_OUTSIDE, signal.SIGINT)
+"""Signals that ask for a stop, Ctrl-C included."""
+
+
+@contextmanager
+def handled_by(
+    handler: Callable[[signal.Signals], None],
+    *,
+    signals: Sequence[signal.Signals] = STOP_SIGNALS,
+) -> Iterator[None]:
+    """Handle signals within the block, and restore the old handlers after it.
+
+    A process forked within the block inherits the handler but not its purpose: there the signal has
+    its default action.
+    """
+    process_id = os.getpid()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != process_id:
+            _do_as_by_default(number)
+        handler(signal.Signals(number))
+
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old_handler in before.items():
+            signal.signal(number, old_handler)
+
+
+def _do_as_by_default(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def interruptible() -> AbstractContextManager[None]:
+    """Raise Interrupted on SIGTERM and SIGUSR1, unless the block handles them itself.
+
+    An artifact under construction is then removed. Ctrl-C still raises KeyboardInterrupt.
+    """
+    return handled_by(_interrupt, signals=ASKED_FROM_OUTSIDE)
+
+
+def _interrupt(number: signal.Signals) -> NoReturn:
+    raise Interrupted(f"stopped by {number.name}")
+
+
+@contextmanager
+def held_back(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Block signals within the block; processes and threads started there block them, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let signals to stop wait until the end of the block.
+
+    Blocking them is not enough in a process with other threads: the kernel gives a signal to any
+    thread that does not block it, and Python then handles it in the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run elsewhere
+        return
+    received: list[signal.Signals] = []
+    try:
+        with handled_by(received.append):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
+
+
+def let_signals_in() -> None:
+    """Unblock signals to stop; raise Interrupted or KeyboardInterrupt for one that came before."""
+    asked: list[signal.Signals] = []
+    while pending := signal.sigpending().intersection(ASKED_FROM_OUTSIDE):
+        asked.append(signal.Signals(signal.sigwait(pending)))  # it reaches no handler
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if asked:
+        _interrupt(asked[0])
