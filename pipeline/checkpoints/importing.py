@@ -19,7 +19,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
+from pipeline.checkpoints.foreign.files import CONFIG_FILE
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
 from pipeline.errors import CheckpointError

@@ -26,9 +26,8 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.constraints import BannedTexts
-from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import ForcedPass, Source, Translation, forced_pass
 from pipeline.decoding.minimum_bayes_risk import Candidates, CometChoice, choose
 from pipeline.decoding.quantization import quantize, weight_dtype
 from pipeline.decoding.sampling import sample

@@ -17,8 +17,7 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, directions
 from pipeline.batching.batch import Packing
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import Translation
+from pipeline.decoding.hypotheses import Translation, forced_pass
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR

@@ -27,8 +27,8 @@ from pipeline.extensions.analysis.analyze_scales import (
     divergence,
     mean_scale,
 )
+from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.ada_msha import choose_scales
-from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 
 PARTS = ("query", "key", "value")
 

@@ -29,9 +29,13 @@ from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, Tokeni
 from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.export_to_hugging_face import with_pieces
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    chosen_layout,
+    entries_of,
+    nllb_token,
+)
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
-from pipeline.cli import checkpoint_commands
+from pipeline.cli import model_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
@@ -280,7 +284,7 @@ def test_an_export_that_fails_leaves_nothing(
 def test_the_command_exports_and_verifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert checkpoint_commands.FORMATS == FORMATS
+    assert model_commands.FORMATS == FORMATS
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
     assert cli.main(command) == 0

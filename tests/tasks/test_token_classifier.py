@@ -17,8 +17,8 @@ from transformers import (
 
 from pipeline.batching.batch import Labelled, collate_spans, collate_tags
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.extensions.language_modules.settings import LowRankConfig
-from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.language_modules import LowRankConfig
+from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.token_classifier import HeadKind, TaskSpec, TokenClassifier
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
 from pipeline.model.parameters import named_slices

@@ -19,7 +19,7 @@ from support.served import serving
 from transformers import M2M100ForConditionalGeneration, NllbTokenizer
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import chosen_layout, entries_of
 from pipeline.checkpoints.importing import open_model
 from pipeline.cli import main
 

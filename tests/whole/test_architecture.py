@@ -137,7 +137,7 @@ def key_of(name: str) -> str:
     if name in STAGE_MODULES:
         return "stages"
     if name.startswith("pipeline.extensions"):
-        if name in EXTENSIONS or name.endswith((".extensions", ".installed", ".settings")):
+        if name in EXTENSIONS or name.endswith((".extensions", ".installed")):
             return "settings"
         return EXTENSIONS[name.rpartition(".")[0]]
     if name.endswith(".settings"):

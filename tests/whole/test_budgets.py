@@ -265,9 +265,11 @@ def measured_counts() -> dict[str, int]:
 def messages(path: Path) -> set[str]:
     """Return the fixed words of the errors for users that a module makes.
 
-    The modules of settings refuse values with ``ValueError``.
+    The modules of settings, ``__init__.py`` of an extension included, refuse values with
+    ``ValueError``.
     """
-    kinds = USER_ERRORS | ({"ValueError"} if path.stem in ("settings", "recipe") else set())
+    has_settings = path.stem in ("settings", "recipe", "__init__")
+    kinds = USER_ERRORS | ({"ValueError"} if has_settings else set())
     found = set()
     for node in tree(path):
         match node:

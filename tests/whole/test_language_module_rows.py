@@ -12,12 +12,12 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.extensions.language_modules.settings import (
+from pipeline.extensions.language_modules import (
     ClsrConfig,
     LanguageExpertsConfig,
     LowRankConfig,
 )
-from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.token_classifier import TokenClassifier
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan

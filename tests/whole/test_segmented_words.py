@@ -33,8 +33,7 @@ from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import source_begins
+from pipeline.decoding.hypotheses import forced_pass, source_begins
 from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import IncomingLines, without_line_breaks

@@ -136,7 +136,7 @@ VARIANTS = {
     "front": Variant(
         {f"{FRONT_ENDS}/smooth.py": SMOOTH_FRONT},
         {
-            f"{FRONT_ENDS}/settings.py": [
+            f"{FRONT_ENDS}/__init__.py": [
                 (
                     "FRONT_ENDS: tuple[type[FrontSettings], ...] = (\n",
                     "class SmoothConfig(FrontSettings):\n"
@@ -148,7 +148,7 @@ VARIANTS = {
             f"{FRONT_ENDS}/extension.py": [
                 (
                     "        match spec.model.front:\n",
-                    f"        from {FRONT_ENDS.replace('/', '.')}.settings import SmoothConfig\n"
+                    f"        from {FRONT_ENDS.replace('/', '.')} import SmoothConfig\n"
                     f"        from {FRONT_ENDS.replace('/', '.')}.smooth import SmoothFront\n"
                     "        match spec.model.front:\n"
                     "            case SmoothConfig():\n"
@@ -160,7 +160,7 @@ VARIANTS = {
     "language modules": Variant(
         {f"{LANGUAGE_MODULES}/scales.py": LANGUAGE_SCALES},
         {
-            f"{LANGUAGE_MODULES}/settings.py": [
+            f"{LANGUAGE_MODULES}/__init__.py": [
                 (
                     "LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (\n",
                     "class ScalesConfig(LanguageModuleSettings):\n"
@@ -180,7 +180,7 @@ VARIANTS = {
                 (
                     "from pipeline.extensions.language_modules.stack import LanguageStack\n",
                     "from pipeline.extensions.language_modules.scales import add_scales\n"
-                    "from pipeline.extensions.language_modules.settings import ScalesConfig\n"
+                    "from pipeline.extensions.language_modules import ScalesConfig\n"
                     "from pipeline.extensions.language_modules.stack import LanguageStack\n",
                 ),
             ],
@@ -283,7 +283,7 @@ VARIANTS = {
 }
 TOUCHED = {
     **{
-        name: {f"{folder}/{name}.py" for name in (module, "settings", "extension")}
+        name: {f"{folder}/{name}.py" for name in (module, "__init__", "extension")}
         for name, folder, module in (
             ("front", FRONT_ENDS, "smooth"),
             ("language modules", LANGUAGE_MODULES, "scales"),

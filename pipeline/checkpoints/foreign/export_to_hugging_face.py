@@ -21,6 +21,7 @@ from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.foreign.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     FAST_TOKENIZER_FILE,
     SENTENCEPIECE_FILE,
@@ -29,9 +30,8 @@ from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     SPECIALS,
     TOKENIZER_CONFIG_FILE,
     VOCABULARY_FILE,
+    Layout,
 )
-from pipeline.checkpoints.foreign.layouts import Layout
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.errors import CheckpointError

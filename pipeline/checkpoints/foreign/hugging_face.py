@@ -17,8 +17,7 @@ from typing import Any
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.checkpoints.checkpoint import ModelSource
-from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
-from pipeline.checkpoints.foreign.model_folder import (
+from pipeline.checkpoints.foreign.files import (
     CONFIG_FILE,
     Described,
     ModelFolder,
@@ -27,6 +26,7 @@ from pipeline.checkpoints.foreign.model_folder import (
     refuse_quantized,
     refuse_unequal,
 )
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
 from pipeline.checkpoints.foreign.tensor_names import (
     M2M100_TABLE,
     MBART50_TABLE,

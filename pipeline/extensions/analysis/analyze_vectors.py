@@ -18,8 +18,8 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.scores import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
+from pipeline.extensions.analysis import AnalysisConfig
 from pipeline.extensions.analysis.report import write_analysis
-from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track

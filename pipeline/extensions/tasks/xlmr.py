@@ -18,18 +18,19 @@ from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
-from pipeline.checkpoints.foreign.model_folder import (
+from pipeline.checkpoints.foreign.files import (
     CONFIG_FILE,
     INDEX_FILE,
     PICKLED,
     WEIGHTS_FILE,
     Described,
     ModelFolder,
+    StateDict,
+    read_torch_file,
     refuse_other,
     refuse_quantized,
 )
 from pipeline.checkpoints.foreign.tensor_names import NameTable
-from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.weights import FLOATING_TYPES, Tensors
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError, ConfigError
