@@ -234,18 +234,13 @@ def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
     """
     if spec.language_groups is None:
         raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
-    if choice.isdecimal():
-        if int(choice) >= spec.num_groups:
-            raise ConfigError(
-                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. "
-                "Choose from these."
-            )
+    if choice.isdecimal() and int(choice) < spec.num_groups:
         return int(choice)
-    code = find_code(choice, spec.languages)
+    code = None if choice.isdecimal() else find_code(choice, spec.languages)
     if code is None:
         raise ConfigError(
-            f"--target-group {choice}: {origin} has no such language. Choose from "
-            f"{', '.join(spec.languages)}, or the number of a group."
+            f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. Choose "
+            "one by its number or a language."
         )
     return spec.language_groups[spec.languages.index(code)]
 

@@ -36,12 +36,6 @@ def import_checkpoint(
 ) -> ModelSource:
     """Write a checkpoint of other software as a checkpoint of ours.
 
-    Args:
-        path: The checkpoint of other software.
-        out_dir: The checkpoint to write.
-        vocabulary: The vocabulary of a checkpoint of fairseq.
-        overwrite: Replace an existing artifact.
-
     Raises:
         CheckpointError: It cannot be read, or has something that is not supported.
     """

@@ -200,7 +200,7 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
         assert not STAGE_MODULES & own_imports(name)
     loaded = modules_after("import pipeline.cli")
     assert set(COMMAND) <= loaded
-    assert not {"torch", "deepspeed", "transformers", "datasets", "comet"} & loaded
+    assert not {"torch", "deepspeed", "transformers", "datasets", "comet", "mpi4py"} & loaded
 
 
 class FirstUpdateError(Exception):

@@ -7,7 +7,6 @@ with a model that has them all.
 import json
 import re
 import shutil
-import tarfile
 from inspect import getsource
 from pathlib import Path
 from textwrap import indent
@@ -15,6 +14,7 @@ from textwrap import indent
 import pytest
 from support import sigmoid_router
 from support.added_variants import ROOT, Variant, commands_in, copy_with, run_in, touched_files
+from support.raw_trees import unpack_stored_run
 
 pytestmark = pytest.mark.slow
 
@@ -331,8 +331,7 @@ stopping = "first"
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stored run, whose shards are trained on."""
     folder = tmp_path_factory.mktemp("stored")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_stored_run(folder)
     (folder / "all.toml").write_text(RECIPE, encoding="utf-8")
     return folder
 

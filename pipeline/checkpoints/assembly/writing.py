@@ -69,13 +69,7 @@ RECEIPT_FILE = "receipt.json"
 
 
 def make_assembly(plan: AssemblyPlan, writer: ArtifactWriter, *, processes: int) -> list[str]:
-    """Write weights, shape, tokenizer and receipt of an artifact; return a summary.
-
-    Args:
-        plan: The planned assembly.
-        writer: The writer of the artifact.
-        processes: Number of files that are written at a time.
-    """
+    """Write weights, ``processes`` files at a time, shape, tokenizer, receipt; return a summary."""
     weights_dir = writer.directory / "weights"
     weights_dir.mkdir(parents=True, exist_ok=True)
     writer.settled |= _write_weights(plan, weights_dir, processes=processes)
@@ -295,14 +289,9 @@ class Divergence:
 
 
 def check_function(plan: AssemblyPlan, tensors: Tensors) -> Divergence | None:
-    """Return the divergence of a finished model from its sources.
+    """Return the divergence of a finished model, with these tensors, from its sources.
 
-    Args:
-        plan: The assembly.
-        tensors: The weights of the finished model.
-
-    Returns:
-        None if a part started fresh, or if the vocabularies have no text in common.
+    It is None if a part started fresh, or if the vocabularies have no text in common.
     """
     if len(plan.sources) < len(PARTS):
         return None
@@ -356,11 +345,7 @@ def fixed_batch(
 ) -> Batch:
     """Return sentences of random pieces in directions that take turns through the languages.
 
-    Args:
-        tokenizer: The tokenizer that the ids belong to.
-        ids: Ids to draw from, in an order that both vocabularies share.
-        spec: The model that the batch is for.
-        targets: Languages that may be targets.
+    ``ids`` are drawn from; their order is the same for both vocabularies.
     """
     pieces = [index for index in ids if tokenizer.piece(index) is not None]
     outputs = [index for index in pieces if _is_output(index, tokenizer)]

@@ -233,10 +233,6 @@ def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
 
     A model is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece). Its field
     1 repeats, once per piece, and ids are the order. All other fields stay byte for byte.
-
-    Args:
-        model: The SentencePiece model.
-        pieces: Some or all of its ordinary pieces.
     """
     processor = SentencePieceProcessor(model_proto=model)
     fields = list(_fields(model))

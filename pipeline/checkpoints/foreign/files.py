@@ -158,11 +158,7 @@ def refuse_other(origin: Path, **settings: tuple[object, object]) -> None:
 def refuse_unequal(origin: Path, **settings: tuple[object, object]) -> None:
     """Raise CheckpointError if encoder and decoder, in this order, differ in a setting."""
     for name, (encoder, decoder) in settings.items():
-        if encoder != decoder:
-            raise CheckpointError(
-                f"{origin} has encoder_{name} = {encoder!r} and decoder_{name} = {decoder!r}; only "
-                "equal values are supported. Name another checkpoint."
-            )
+        refuse_other(origin, **{f"decoder_{name}": (decoder, encoder)})
 
 
 def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> None:
@@ -225,16 +221,20 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
             ) from error
         # torch's own message may advise to load the file without its protection.
         problem = "" if isinstance(error, pickle.UnpicklingError) else f" ({one_line(error)})"
-        raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save{problem}. Name a checkpoint (.pt), or "
-            "restore it from where it was published."
-        ) from error
+        raise _no_torch_file(path, problem) from error
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {shown(type(state).__name__)}, not the dictionary of a checkpoint. "
             "Name a checkpoint."
         )
     return state if keep is None else {name: state[name] for name in keep if name in state}
+
+
+def _no_torch_file(path: Path, problem: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as a file of torch.save{problem}. Name a checkpoint (.pt), or "
+        "restore it from where it was published."
+    )
 
 
 def _is_archive(path: Path) -> bool:
@@ -249,13 +249,11 @@ def _is_archive(path: Path) -> bool:
         with path.open("rb") as stream:
             start = stream.read(len(_OLDER))
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): name a checkpoint (.pt)."
-        ) from error
+        raise _no_torch_file(path, f" ({error.strerror})") from error
     if start == _OLDER:
         return False
     if not start.startswith(_ARCHIVE):
-        raise CheckpointError(f"{path} is no file of torch.save. Name a checkpoint (.pt).")
+        raise _no_torch_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()

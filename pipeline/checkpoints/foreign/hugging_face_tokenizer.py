@@ -214,12 +214,13 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
 def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:
     vocabulary = folder.read_object(VOCABULARY_FILE)
     model = folder.read_bytes(SENTENCEPIECE_FILE)
+    pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
     return numbered(
         folder.origin,
         model,
         size=size,
         specials={name: vocabulary.get(piece) for name, piece in SPECIALS.items()},
-        pieces=[vocabulary.get(piece) for piece in pieces_of(model, folder.origin)],
+        pieces=[vocabulary.get(piece) for piece in pieces],
         languages={code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)},
     )
 
@@ -234,7 +235,7 @@ def _shifted_tokenizer(
             f"{SENTENCEPIECE_FILE} that it was made from next to it."
         )
     model = folder.read_bytes(SENTENCEPIECE_FILE)
-    pieces = pieces_of(model, folder.origin)
+    pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
     first = len(SENTENCEPIECE_SPECIALS)
     if tuple(pieces[:first]) != SENTENCEPIECE_SPECIALS:
         raise CheckpointError(
@@ -366,16 +367,17 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def pieces_of(model: bytes, origin: Path, *, name: str = SENTENCEPIECE_FILE) -> list[str]:
-    """Return the pieces of a SentencePiece model, in its order.
-
-    Raises:
-        CheckpointError: The model cannot be read; names the file ``name`` in ``origin``.
-    """
+def load_pieces(model: bytes, path: Path) -> SentencePieceProcessor:
+    """Load a SentencePiece model; raise CheckpointError, which names ``path``, if it is none."""
     try:
-        processor = SentencePieceProcessor(model_proto=model)
+        return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-        raise CheckpointError(f"{origin / name} is not a SentencePiece model. {RESTORE}") from error
+        raise CheckpointError(f"{path} is not a SentencePiece model. {RESTORE}") from error
+
+
+def pieces_of(model: bytes, path: Path) -> list[str]:
+    """Return the pieces of a SentencePiece model, in its order."""
+    processor = load_pieces(model, path)
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
 
 
