@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from routed_models import TEXTS, routed_checkpoint, routed_corpus
 from support.corpora import make_corpus
-from support.routed_models import TEXTS, routed_checkpoint, routed_corpus
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
