@@ -10,7 +10,7 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-from pipeline.cli.recipe_commands import recipe_toml
+from pipeline.cli.plan_commands import recipe_toml
 from pipeline.config.documents import merge
 from pipeline.config.ds_config import (
     SECTIONS,

@@ -172,16 +172,8 @@ def write_derived(
 ) -> None:
     """Write a checkpoint that was made from others without training.
 
-    Args:
-        model_of: The checkpoint with the tokenizer.
-        weights: Names and values of all tensors, requested one at a time.
-        spec: The shape of the result.
-        out_dir: The checkpoint to write.
-        stage: Name of the command, for the manifest.
-        config: Its options, for the manifest.
-        inputs: Everything that it read; None: only ``model_of``.
-        statistics: Statistics for the manifest.
-        overwrite: Replace an existing checkpoint.
+    The tokenizer is the tokenizer of ``model_of``, which is also the only input unless ``inputs``
+    says otherwise. The weights are requested one tensor at a time.
     """
     inputs = inputs or {"checkpoint": model_of}
     with new_artifact(
@@ -249,11 +241,8 @@ def refuse_misfit(
 ) -> None:
     """Check that a model has exactly these tensors.
 
-    Args:
-        tensors: The tensors by our names.
-        spec: The model.
-        unknown: Names in the files that have no name of ours.
-        called: Turns our name into the name in the files.
+    ``unknown`` are names in the files that have no name of ours; ``called`` turns our name into the
+    name in the files.
 
     Raises:
         CheckpointError: Some are unknown, missing, superfluous or of another shape; lists them.

@@ -14,11 +14,20 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import (
+    Artifact,
+    new_artifact,
+    open_artifact,
+)
 from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint, own_source
 from pipeline.checkpoints.foreign import export_to_ctranslate2, export_to_hugging_face
-from pipeline.checkpoints.foreign.layouts import Entries, Layout, chosen_layout, entries_of
-from pipeline.checkpoints.foreign.model_card import Card
+from pipeline.checkpoints.foreign.export_to_hugging_face import Card
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    Entries,
+    Layout,
+    chosen_layout,
+    entries_of,
+)
 from pipeline.checkpoints.weights import Tensors
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.languages import find_code
@@ -218,18 +227,13 @@ def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
     """
     if spec.language_groups is None:
         raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
-    if choice.isdecimal():
-        if int(choice) >= spec.num_groups:
-            raise ConfigError(
-                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. "
-                "Choose from these."
-            )
+    if choice.isdecimal() and int(choice) < spec.num_groups:
         return int(choice)
-    code = find_code(choice, spec.languages)
+    code = None if choice.isdecimal() else find_code(choice, spec.languages)
     if code is None:
         raise ConfigError(
-            f"--target-group {choice}: {origin} has no such language. Choose from "
-            f"{', '.join(spec.languages)}, or the number of a group."
+            f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. Choose "
+            "one by its number or a language."
         )
     return spec.language_groups[spec.languages.index(code)]
 

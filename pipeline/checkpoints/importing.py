@@ -19,7 +19,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
+from pipeline.checkpoints.foreign.files import CONFIG_FILE
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
 from pipeline.errors import CheckpointError
@@ -35,12 +35,6 @@ def import_checkpoint(
     overwrite: bool = False,
 ) -> ModelSource:
     """Write a checkpoint of other software as a checkpoint of ours.
-
-    Args:
-        path: The checkpoint of other software.
-        out_dir: The checkpoint to write.
-        vocabulary: The vocabulary of a checkpoint of fairseq.
-        overwrite: Replace an existing artifact.
 
     Raises:
         CheckpointError: It cannot be read, or has something that is not supported.

@@ -42,10 +42,6 @@ def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
     A checkpoint also has ``model``, ``parameters`` and ``dtypes`` (number of tensors of each), a
     training state ``progress`` and ``pieces``.
 
-    Args:
-        directory: The artifact.
-        tensors: List the tensors.
-
     Raises:
         ArtifactError: It is missing, unfinished, of another format version, or unreadable.
     """

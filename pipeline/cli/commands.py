@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, get_args
 
 from data_prep.settings import MAX_VOCABULARY
-from pipeline.cli import checkpoint_commands, plan_commands, recipe_commands, result_commands
+from pipeline.cli import model_commands, plan_commands
 from pipeline.cli.parser import (
     Command,
     Option,
@@ -96,7 +96,7 @@ estimate: estimate memory, kernel launches and time of a recipe on a GPU, or a p
     name RECIPE|PLAN  a recipe, with overlays, or a plan; a name of both is the plan
     --device NAME  a100, h100, h200, or cpu for memory only (default: %(default)s)
     --processes N  ranks of the run (default: the recipe's expert_parallel_size); of a plan: the \
-most GPUs (default: {recipe_commands.NODE})
+most GPUs (default: {plan_commands.NODE})
     {_DS_CONFIG}
     {_SET}
     --only STAGE...  only this stage of the plan (repeatable)
@@ -170,7 +170,7 @@ checkpoint fold: fold the shared route of a model into a checkpoint without lang
     {_OVERWRITE}
 translate: translate lines of standard input to standard output
     --checkpoint DIR  model to translate with (default: the best in \
-{result_commands.DEMO} by validation perplexity)
+{model_commands.DEMO} by validation perplexity)
     --recipe NAME  recipe with the settings of the search
     {_SET}
     --route  route through a model with language modules and a shared module, instead of the \
@@ -240,7 +240,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "estimate --languages": whole_number(MAX_GROUPS),
     "estimate --processes": whole_number(MAX_RANKS),
     "export --license": {"default": "unknown"},
-    "export --to": {"choices": checkpoint_commands.FORMATS, "required": True},
+    "export --to": {"choices": model_commands.FORMATS, "required": True},
     "export checkpoint": path_option,
     "serve --host": {"default": "127.0.0.1"},
     "serve --max-characters": {"type": whole_number(10**5), "default": 5000},
@@ -259,20 +259,20 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "cancel": plan_commands.cancel,
     "logs": plan_commands.logs,
     "doctor": plan_commands.doctor,
-    "describe": recipe_commands.describe,
-    "estimate": recipe_commands.estimate,
-    "report": result_commands.report,
-    "serve": result_commands.serve,
-    "upcycle": checkpoint_commands.upcycle,
-    "export": checkpoint_commands.making(checkpoint_commands.export),
-    "checkpoint inspect": checkpoint_commands.inspect,
-    "checkpoint verify": checkpoint_commands.verify,
-    "checkpoint diff": checkpoint_commands.diff,
-    "checkpoint average": checkpoint_commands.average,
-    "checkpoint import": checkpoint_commands.making(checkpoint_commands.import_),
-    "checkpoint prune": checkpoint_commands.making(checkpoint_commands.prune),
-    "checkpoint fold": checkpoint_commands.making(checkpoint_commands.fold),
-    "translate": result_commands.filter_lines,
+    "describe": plan_commands.describe,
+    "estimate": plan_commands.estimate,
+    "report": model_commands.report,
+    "serve": model_commands.serve,
+    "upcycle": model_commands.upcycle,
+    "export": model_commands.making(model_commands.export),
+    "checkpoint inspect": model_commands.inspect,
+    "checkpoint verify": model_commands.verify,
+    "checkpoint diff": model_commands.diff,
+    "checkpoint average": model_commands.average,
+    "checkpoint import": model_commands.making(model_commands.import_),
+    "checkpoint prune": model_commands.making(model_commands.prune),
+    "checkpoint fold": model_commands.making(model_commands.fold),
+    "translate": model_commands.filter_lines,
 }
 _MARKS: Mapping[str, dict[str, Any]] = {
     "!": {"required": True},

@@ -42,13 +42,9 @@ class Grid:
     def __init__(
         self, extend: BeamStep, like: DecoderStates, beams: Beams, *, shape: tuple[int, int]
     ) -> None:
-        """Make an empty grid.
+        """Make an empty grid for ``shape`` sentences and positions.
 
-        Args:
-            extend: the search.
-            like: states of a search with the same model.
-            beams: its beams.
-            shape: number of sentences and of positions.
+        ``like`` and ``beams`` are of a search with the same model.
         """
         self.extend, self.shape = extend, shape
         self.sentences, self.positions = shape

@@ -27,12 +27,7 @@ COMET_DECIMALS = 5
 
 
 def choose(candidates: Sequence[Translation], texts: Sequence[str]) -> Translation:
-    """Return the candidate of the highest expected utility.
-
-    Args:
-        candidates: hypotheses of one source.
-        texts: their texts.
-    """
+    """Return the candidate of one source with the highest expected utility."""
     return highest(candidates, expected_utility(texts))
 
 
@@ -73,18 +68,14 @@ class CometChoice:
     """A COMET model that chooses translations, on this rank's device."""
 
     def __init__(self, model_dir: str, *, against_others: bool) -> None:
-        """Load the model.
-
-        Args:
-            model_dir: directory of the model.
-            against_others: whether candidates are references of each other.
+        """Load the model; ``against_others``: candidates are references of each other.
 
         Raises:
             ConfigError: the model cannot be loaded, or needs references and has none.
         """
-        from pipeline.evaluation.comet import load_model  # loads COMET
+        from pipeline.evaluation.comet import load_model, scores_of  # loads COMET
 
-        self._model = load_model(Path(model_dir))
+        self._model, self._scores_of = load_model(Path(model_dir)), scores_of
         self._against_others = against_others
         if self._model.requires_references() and not against_others:
             raise ConfigError(
@@ -94,10 +85,8 @@ class CometChoice:
 
     def choose(self, of_sources: Sequence[Candidates]) -> list[Translation]:
         """Return the best candidate of every source; equal texts are scored once."""
-        from pipeline.evaluation.comet import scores_of
-
         samples = [sample for one in of_sources for sample in self._samples(one)]
-        scores = iter(scores_of(self._model, samples))
+        scores = iter(self._scores_of(self._model, samples))
         return [highest(one.hypotheses, self._values(one, scores)) for one in of_sources]
 
     def _samples(self, one: Candidates) -> list[dict[str, str]]:

@@ -12,8 +12,7 @@ experts.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -134,19 +133,12 @@ def _packed(weight_OI: Tensor) -> Any:
     """Pack quantized weights for the product."""
     scale_O = weight_OI.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
     zero_O = torch.zeros(len(scale_O), dtype=torch.int64)
-    with _quietly():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that quantized tensors will move
         quantized = torch.quantize_per_channel(
             weight_OI, scale_O.double(), zero_O, axis=0, dtype=torch.qint8
         )
         return torch.ops.quantized.linear_prepack(quantized, None)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence PyTorch's warning that quantized tensors will move."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

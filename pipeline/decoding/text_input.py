@@ -308,9 +308,7 @@ class Chunk:
 def chunks(files: Sequence[TextFile], *, copies: int) -> Iterator[Chunk]:
     """Yield all lines in order, in chunks that depend on nothing but the files and ``copies``.
 
-    Args:
-        files: Files to read.
-        copies: Languages that each line is translated into.
+    ``copies`` is the number of languages that each line is translated into.
 
     Raises:
         ConfigError, DataError: As :meth:`TextFile.lines`.

@@ -26,9 +26,8 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.constraints import BannedTexts
-from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import ForcedPass, Source, Translation, forced_pass
 from pipeline.decoding.minimum_bayes_risk import Candidates, CometChoice, choose
 from pipeline.decoding.quantization import quantize, weight_dtype
 from pipeline.decoding.sampling import sample
@@ -107,10 +106,7 @@ class Translator:
     ) -> None:
         """Load the model onto this rank's device.
 
-        Args:
-            checkpoint: the model.
-            config: settings of the search.
-            segmenters: segmenters named by the recipe; they say where functions of files are found.
+        ``segmenters`` are named by the recipe; they say where functions of files are found.
 
         Raises:
             ConfigError: the model cannot do what the settings ask for.
@@ -175,9 +171,7 @@ class Translator:
     def cut(self, jobs: Sequence[Job], lengths: Sequence[int] | None = None) -> list[list[Job]]:
         """Group jobs into batches of similar length, longest first, within the token budget.
 
-        Args:
-            jobs: lines to translate.
-            lengths: their :meth:`lengths`, if known.
+        ``lengths`` are their :meth:`lengths`, if known.
         """
         if lengths is None:
             lengths = self.lengths(jobs)
@@ -613,12 +607,7 @@ class Stream:
         return bool(self._searched or self._ready)
 
     def choose(self, jobs: Sequence[Job], lengths: Sequence[int]) -> list[int]:
-        """Return indices of the lines to add now, among them the first if any can be added.
-
-        Args:
-            jobs: lines that wait, in order.
-            lengths: their :meth:`Translator.lengths`.
-        """
+        """Return indices of the waiting lines to add now, with the first if any can be added."""
         if not self._joins(jobs):
             batches = [] if self.is_busy else self._translator._batches(lengths)
             return next((batch for batch in batches if 0 in batch), [])
@@ -668,11 +657,7 @@ class Stream:
 
     @torch.inference_mode()
     def drop(self, lines: Container[int]) -> None:
-        """Forget the lines of these numbers, found or not; their rows leave the search.
-
-        Args:
-            lines: numbers of jobs, which differ between all lines of the stream.
-        """
+        """Forget the lines of these numbers, found or not; their rows leave the search."""
         self._ready = [entry for entry in self._ready if entry[0].line not in lines]
         dropped = [index for index, one in self._searched.items() if one.line.job.line in lines]
         if self._search is not None and dropped:

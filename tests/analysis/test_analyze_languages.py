@@ -1,6 +1,7 @@
 """Routes and encoder states by language, against a loop over lines."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,16 +18,17 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, directions
 from pipeline.batching.batch import Packing
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import Translation
+from pipeline.decoding.hypotheses import Translation, forced_pass
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.extensions.analysis.analyze_languages import (
     MAX_LINES,
+    SHARES,
     compare,
     count_routes,
     encode_parallel_lines,
+    outlines,
 )
 from pipeline.extensions.analysis.report import analysis_sections
 from pipeline.model.moe.layer import MixtureOfExperts
@@ -163,6 +165,39 @@ def test_no_more_lines_are_encoded_than_the_limit(dense: Artifact, tmp_path: Pat
     found = encode_parallel_lines(translator, corpus, every)
     assert len({*found.lines}) == MAX_LINES
     assert encode_parallel_lines(translator, corpus, every).lines == found.lines
+
+
+# ---------------------------------------------------------------- outlines
+
+
+def test_outlines_hold_their_shares_of_a_normal_distribution() -> None:
+    """That of a share is a circle: its density is 1 - share of the highest one.
+
+    The kernels widen the distribution, by N ** (-1 / 3) of its variance.
+    """
+    number = 1500
+    xy = np.random.default_rng(1).normal(size=(number, 2))
+    found = outlines(xy.tolist())
+    for share, segments in zip(SHARES, found, strict=True):
+        radius = np.sqrt(-2 * np.log(1 - share) * (1 + number ** (-1 / 3)))
+        lengths = np.linalg.norm(np.array(segments).reshape(-1, 2) - xy.mean(axis=0), axis=1)
+        assert lengths.mean() == pytest.approx(radius, rel=0.05)
+        assert np.abs(lengths / radius - 1).max() < 0.25
+
+
+def test_an_outline_is_closed() -> None:
+    xy = np.random.default_rng(2).normal(size=(60, 2)) * [3.0, 1.0]
+    for segments in outlines(xy.tolist()):
+        ends = Counter(end for segment in segments for end in segment)
+        assert len(segments) > 10
+        assert {count % 2 for count in ends.values()} == {0}, "every end begins another segment"
+
+
+def test_points_that_are_few_or_on_a_line_have_no_outline() -> None:
+    assert outlines([]) == []
+    assert outlines([[1.0, 2.0], [2.0, 1.0]]) == []
+    assert outlines([[1.0, 1.0]] * 9) == []
+    assert outlines([[float(x), 2.0 * x + 1.0] for x in range(9)]) == []
 
 
 # ---------------------------------------------------------------- the stage

@@ -57,15 +57,8 @@ def test_a_corpus_without_test_lines_is_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = make_corpus(tmp_path / "corpus", {"train": PARALLEL})
-    command = [
-        "analyze",
-        "lengths",
-        "--corpus",
-        str(corpus.directory),
-        "--out",
-        str(tmp_path / "x"),
-    ]
-    assert cli.main(command) == EXIT_USER_ERROR
+    command = ["analyze", "lengths", "--corpus", str(corpus.directory), "--out"]
+    assert cli.main([*command, str(tmp_path / "x")]) == EXIT_USER_ERROR
     assert "has no test lines" in capsys.readouterr().err
 
 

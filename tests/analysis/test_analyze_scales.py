@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from routed_models import TEXTS, routed_checkpoint, routed_corpus
 from support.corpora import make_corpus
-from support.routed_models import TEXTS, routed_checkpoint, routed_corpus
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
@@ -27,8 +27,8 @@ from pipeline.extensions.analysis.analyze_scales import (
     divergence,
     mean_scale,
 )
+from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.ada_msha import choose_scales
-from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 
 PARTS = ("query", "key", "value")
 

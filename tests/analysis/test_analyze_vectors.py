@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
+from routed_models import routed_checkpoint
 from support.corpora import make_corpus
-from support.routed_models import routed_checkpoint
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.corpora import writing
 from support.corruptions import json_values
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import analysis_sections
 
@@ -62,9 +63,7 @@ FIGURES_OF = {"languages": 4}
 
 
 def stored(directory: Path, name: str) -> Artifact:
-    with new_artifact(
-        directory, kind="analysis", stage=f"analyze_{name}", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "analysis", f"analyze_{name}") as writer:
         writer.write_json(f"{name}.json", DOCUMENTS[name])
         writer.statistics["analysis"] = name
     return open_artifact(directory, kind="analysis")
@@ -116,9 +115,7 @@ def test_whatever_stands_in_a_document_is_shown_or_refused_in_one_sentence(
 
 
 def test_an_analysis_of_no_known_kind_is_refused(tmp_path: Path) -> None:
-    with new_artifact(
-        tmp_path / "new", kind="analysis", stage="analyze_it", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "new", "analysis", "analyze_it") as writer:
         writer.statistics["analysis"] = "of tomorrow"
     with pytest.raises(ArtifactError, match="Run stage 'analyze_it' again"):
         analysis_sections({"x": open_artifact(tmp_path / "new", kind="analysis")})

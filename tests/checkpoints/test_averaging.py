@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.corpora import writing
 from support.stored_checkpoints import (
     SPEC,
     byte_spec,
@@ -172,7 +173,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
 ) -> None:
     made = make_checkpoint(tmp_path / "a", tiny_model(byte_spec()))
     out = tmp_path / "corpus"
-    with new_artifact(out, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+    with writing(out, "corpus", "clean") as writer:
         writer.path("text").write_text("text")
     command = {
         "average": ["checkpoint", "average", str(made)],

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.corpora import writing
 from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.stored_checkpoints import Weights, flip, make_checkpoint
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.manifest import FileRecord
 from pipeline.artifacts.run_folders import Position
 from pipeline.artifacts.tokenizer import load_tokenizer
@@ -215,9 +216,7 @@ def test_a_state_goes_on_bit_for_bit_on_the_same_ranks_and_to_the_same_weights_o
 
 
 def make_state(directory: Path, pieces: list[Piece], *, parts: int = 1) -> Artifact:
-    with new_artifact(
-        directory, kind="training_state", stage="pretrain", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "training_state", "pretrain") as writer:
         for part in range(parts):
             write_pieces(writer.directory / "optimizer", iter(pieces[part::parts]), part=part)
     return open_artifact(directory, kind="training_state")

@@ -1,7 +1,6 @@
 """Export: what is refused, what is fused, files, model cards, and the way back."""
 
 import json
-import tarfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support.corpora import writing
 from support.exported_models import (
     BEYOND,
     HUNDRED,
@@ -19,6 +19,7 @@ from support.exported_models import (
 )
 from support.foreign_families import nllb_folder
 from support.foreign_models import LINES, m2m100_folder
+from support.raw_trees import unpack_stored_run
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_spec
 from transformers import M2M100ForConditionalGeneration
@@ -29,15 +30,18 @@ from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, Tokeni
 from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.export_to_hugging_face import with_pieces
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    chosen_layout,
+    entries_of,
+    nllb_token,
+)
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
-from pipeline.cli import checkpoint_commands
+from pipeline.cli import model_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 
 ROOT = Path(__file__).parents[2]
-ARCHIVE = ROOT / "tests" / "whole" / "stored_run.tar.gz"
 MOE = MoEConfig(num_experts=4, every=2)
 GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
 
@@ -123,7 +127,7 @@ def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
     [
         (GROUPED, (1, 0, 0), None, r"--target-group from 0 \(en, fr\), 1 \(de\)"),
         (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
-        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Choose from de, en, fr"),
+        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* groups 0 \(en, fr\), 1 \(de\)\. Choose"),
         (MOE, None, "0", "has no language groups. Leave out --target-group"),
     ],
 )
@@ -280,7 +284,7 @@ def test_an_export_that_fails_leaves_nothing(
 def test_the_command_exports_and_verifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert checkpoint_commands.FORMATS == FORMATS
+    assert model_commands.FORMATS == FORMATS
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
     assert cli.main(command) == 0
@@ -294,8 +298,7 @@ def test_a_trained_model_is_exported_for_a_group_of_its_languages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stored run's MMNMT model, from its manifest of an earlier version."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_stored_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["export", "run/mmnmt", "--to", "hf-nllb-moe", "--target-group", "de", "--out", "out"]
     assert cli.main(command) == 0
@@ -339,9 +342,7 @@ def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
     tmp_path: Path,
 ) -> None:
     checkpoint = own_checkpoint(tmp_path / "plain").origin
-    with new_artifact(
-        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         writer.statistics["pairs"] = {
             "de-en": {"train": 1234, "valid": 5},
             "de-fr": {"train": 0, "valid": 0},
@@ -390,8 +391,7 @@ def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
 
 def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
     """The stored run was made in a folder that is not there."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_stored_run(tmp_path)
     export = Export(to="hf-m2m100", scores_dir=tmp_path / "run" / "evaluation")
     export_checkpoint(tmp_path / "run" / "dense", out_dir=tmp_path / "out", export=export)
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
@@ -421,9 +421,7 @@ def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
     config = {"mixture": {"targets": targets}}
     with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
         pass
-    with new_artifact(
-        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
     taken = open_artifact(checkpoint, kind="checkpoint")
     inputs = {

@@ -27,7 +27,7 @@ from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan
 from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
 from pipeline.checkpoints.checkpoint import load_model, own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import chosen_layout, entries_of
 from pipeline.checkpoints.pruning import fold_checkpoint, prune_languages
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.settings import Route

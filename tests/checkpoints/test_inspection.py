@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.corpora import writing
 from support.stored_checkpoints import (
     LAYERS,
     SPEC,
@@ -18,7 +19,6 @@ from support.stored_checkpoints import (
 )
 from support.tiny_models import tiny_model, tiny_spec
 
-from pipeline.artifacts.artifact import new_artifact
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
 from pipeline.checkpoints.resharding import Piece
@@ -99,9 +99,7 @@ def test_what_is_inspected_can_be_read_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_any_kind_of_artifact_can_be_inspected_and_verified(tmp_path: Path) -> None:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "corpus", "corpus", "clean") as writer:
         writer.write_json("text.json", "hello")
         writer.statistics["pairs"] = {"de-en": {"train": 1}}
     found = inspect(tmp_path / "corpus")

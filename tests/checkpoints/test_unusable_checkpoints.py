@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.corpora import bytes_of
 from support.exported_models import own_checkpoint, tokenizer_of_two
 from support.readable_artifacts import Shelf, build_shelf, stage_call
 from support.readers_sweep import reseal
 
 from pipeline import cli
-from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, load_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer
 from pipeline.checkpoints.checkpoint import (
     load_model,
     open_checkpoint,
@@ -206,9 +207,7 @@ def test_shards_of_another_tokenizer_are_refused_with_both_artifacts(
 ) -> None:
     given = {"checkpoint": shelf.open("dense"), "shards": shelf.open("shards")}
     call = stage_call("finetune", tmp_path / "out", given)
-    other = TokenizerDescription(
-        kind="bytes", languages=languages, language_token_scheme="underscores"
-    )
+    other = bytes_of(languages)
     fingerprint = TokenizerFiles(other, None).build().fingerprint
     both = f"The tokenizers of {shelf.path('dense')} and {shelf.path('shards')} differ."
     with pytest.raises(ConfigError, match=re.escape(both)):

@@ -52,18 +52,15 @@ def test_logits_of_every_step_equal_those_of_the_whole_prefix(
     assert_steps_equal_whole_prefixes(model_of(kind, norm=norm, positions=positions), monkeypatch)
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", [*FRONTS, "converter layers"])
 def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_every_front(
     monkeypatch: pytest.MonkeyPatch, front: str
 ) -> None:
-    model = tiny_model(fronted_spec(FRONTS[front], moe=TOKEN_MOE, groups=3)).eval()
+    if front in FRONTS:
+        model = tiny_model(fronted_spec(FRONTS[front], moe=TOKEN_MOE, groups=3)).eval()
+    else:
+        model = model_of("moe-lgr", converter_layers=1)
     assert_steps_equal_whole_prefixes(model, monkeypatch)
-
-
-def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_converter_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert_steps_equal_whole_prefixes(model_of("moe-lgr", converter_layers=1), monkeypatch)
 
 
 def test_a_source_into_two_languages_is_converted_into_each() -> None:

@@ -60,6 +60,7 @@ def test_a_model_that_needs_references_cannot_rerank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"choose": "mbr"}, "compares n_best hypotheses, and n_best is 1"),
         ({"choose": "rerank", "comet": "model"}, r"compares n_best hypotheses, and n_best is 1"),
         ({"choose": "rerank", "n_best": 2}, "comet names the model of"),
         ({"comet": "model"}, "comet names the model of"),

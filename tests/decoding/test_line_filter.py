@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import pytest
 from sentencepiece import SentencePieceProcessor
@@ -81,18 +81,8 @@ def apart_from_invalid(error: str) -> str:
 # ---------------------------------------------------------------- within this process
 
 
-class Piped(Protocol):
-    """Run the filter; return its exit code and output lines."""
-
-    def __call__(
-        self,
-        data: bytes,
-        *,
-        source: str = "de",
-        target: str = "en",
-        more: Sequence[str] = (),
-        checkpoint: Artifact | None = None,
-    ) -> tuple[int, list[str]]: ...
+Piped: TypeAlias = Callable[..., tuple[int, list[str]]]
+"""Run the filter; return its exit code and output lines."""
 
 
 @pytest.fixture
@@ -469,7 +459,6 @@ def test_the_name_of_a_language_is_refused_with_the_models_code(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         find_direction(Translator(checkpoint, DECODING), source=source, target=target)
-    assert ("Did you mean 'de'?" in said) == (target == "dx")
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])

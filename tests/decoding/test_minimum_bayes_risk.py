@@ -7,7 +7,6 @@ from sacrebleu.metrics.chrf import CHRF
 
 from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.minimum_bayes_risk import choose, expected_utility
-from pipeline.decoding.settings import DecodingConfig
 
 
 def by_sacrebleu(texts: list[str]) -> list[float]:
@@ -48,8 +47,3 @@ def test_a_tie_goes_to_the_higher_score_and_then_to_the_earlier_candidate() -> N
     scores = [-3.0, 0.0, -1.0, -1.0, 0.0, 0.0, 0.0]
     candidates = [Translation((row,), score) for row, score in enumerate(scores)]
     assert choose(candidates, texts) == candidates[2]
-
-
-def test_a_single_hypothesis_to_choose_from_is_refused() -> None:
-    with pytest.raises(ValueError, match="compares n_best hypotheses, and n_best is 1"):
-        DecodingConfig(choose="mbr")

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import bytes_of
 
 from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
     Tokenizer,
-    TokenizerDescription,
     build_tokenizer,
 )
 from pipeline.decoding.sentences import (
@@ -21,7 +21,7 @@ from pipeline.decoding.sentences import (
 )
 
 BYTES: Tokenizer = build_tokenizer(
-    TokenizerDescription(kind="bytes", languages=("de", "zh"), language_token_scheme="underscores"),
+    bytes_of(("de", "zh")),
     None,
 )
 

@@ -14,7 +14,7 @@ from support.tiny_training import make_inputs, make_recipe
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.cli.recipe_commands import recipe_toml
+from pipeline.cli.plan_commands import recipe_toml
 from pipeline.distributed.world import LOOPBACK, free_port
 from pipeline.estimates.disk import STATE_BYTES, WEIGHT_BYTES, disk_space
 from pipeline.model.parameters import count_parameters_of

@@ -20,8 +20,7 @@ from pipeline.batching.batch import collate
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import Translation
+from pipeline.decoding.hypotheses import Translation, forced_pass
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.estimates.memory import estimate

@@ -1,6 +1,6 @@
 """Artifacts that tests write by hand, and corpora of a few lines."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,8 +12,16 @@ from pipeline.artifacts.artifact import (
     open_artifact,
 )
 from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.tokenizer import TokenizerDescription
 
 Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
+
+
+def bytes_of(languages: Iterable[str]) -> TokenizerDescription:
+    """Describe a vocabulary of bytes with a token for each language."""
+    return TokenizerDescription(
+        kind="bytes", languages=tuple(languages), language_token_scheme="underscores"
+    )
 
 
 def writing(

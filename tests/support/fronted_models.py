@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.artifacts.tokenizer import TokenizerDescription, build_tokenizer
+from pipeline.artifacts.tokenizer import build_tokenizer
 from pipeline.model.spec import ModelSpec, marks_of_vocabulary
+from support.corpora import bytes_of
 from support.stored_checkpoints import byte_spec
 from support.tiny_models import tiny_spec
 
@@ -33,8 +34,6 @@ def fronted_byte_spec(front: Mapping[str, Any], **settings: Any) -> ModelSpec:
     """The same over bytes, with the ids of the tokenizer that ``make_checkpoint`` gives."""
     model = {**settings.pop("model", {}), "front": front}
     plain = byte_spec(model=model, **settings)
-    description = TokenizerDescription(
-        kind="bytes", languages=plain.languages, language_token_scheme="underscores"
-    )
+    description = bytes_of(plain.languages)
     marks = marks_of_vocabulary(plain.model, build_tokenizer(description, None))
     return plain.model_copy(update=marks)

@@ -59,6 +59,16 @@ def blocks(pages: Collection[Path] = PAGES) -> list[Block]:
     return found
 
 
+def named_blocks(page: Path, kind: str) -> dict[str, str]:
+    """What stands in the blocks of one language, by the word behind the language."""
+    found: dict[str, str] = {}
+    for block in blocks([page]):
+        language, _, name = block.info.partition(" ")
+        if language == kind and name:
+            found[name] = found.get(name, "") + block.text
+    return found
+
+
 def without_launcher(command: str) -> list[str]:
     """The mmnmt arguments of a command line, whatever starts it; [] for other programs."""
     words = shlex.split(command.split("|")[-1])

@@ -1,6 +1,7 @@
 """Raw text as it comes from outside, and the corpus that an importing stage makes of it."""
 
 import gzip
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,13 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
         data = content.encode() if isinstance(content, str) else content
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     return root
+
+
+def unpack_stored_run(folder: Path) -> Path:
+    """Unpack the run that ``tests/whole/test_stored_run.py`` describes; return its folder."""
+    with tarfile.open(Path(__file__).parents[1] / "whole" / "stored_run.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "run"
 
 
 def run_import(

@@ -7,7 +7,6 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.run_folders import Position
 from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import write_model_files
@@ -18,6 +17,7 @@ from pipeline.model.parameters import named_slices
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
+from support.corpora import writing
 from support.tiny_models import tiny_spec
 
 SPEC = tiny_spec(moe=MoEConfig(num_experts=6, every=2), groups=2)
@@ -63,9 +63,7 @@ def make_checkpoint(
     tokenizer_dir.mkdir()
     write_tokenizer(tokenizer_dir, description=description, model=sentencepiece)
     tensors = list(change(weights_of(model)).items())
-    with new_artifact(
-        directory, kind="checkpoint", stage="pretrain", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "checkpoint", "pretrain") as writer:
         for part in range(2):
             write_weights(writer.directory / "weights", tensors[part::2], part=part)
         write_model_files(writer, spec=model.spec, tokenizer_dir=tokenizer_dir)
@@ -97,9 +95,7 @@ def make_state(
     directory: Path, pieces: Iterable[Piece], *, update: int = 3, parts: int = 1
 ) -> Path:
     listed = list(pieces)
-    with new_artifact(
-        directory, kind="training_state", stage="pretrain", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "training_state", "pretrain") as writer:
         for part in range(parts):
             write_pieces(writer.directory / "optimizer", iter(listed[part::parts]), part=part)
         writer.write_json("progress.json", Position(update=update, cursor=(1, 2)).to_json())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import write_tokenizer
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe
@@ -30,7 +30,7 @@ from pipeline.stages.pretrain import model_spec, train, training_data
 from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.saving import ValidationResult
-from support.corpora import make_corpus, writing
+from support.corpora import bytes_of, make_corpus, writing
 from support.stage_runs import make_call, run_stage
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
@@ -119,9 +119,7 @@ def make_inputs(
             texts[split][pair] = dict.fromkeys(pair.split("-"), lines)
     corpus = make_corpus(directory / "corpus", texts)
     with writing(directory / "tokenizer", "tokenizer") as writer:
-        description = TokenizerDescription(
-            kind="bytes", languages=tuple(codes), language_token_scheme="underscores"
-        )
+        description = bytes_of(codes)
         write_tokenizer(writer.directory, description=description, model=None)
     with writing(directory / "groups", "groups") as writer:
         writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})

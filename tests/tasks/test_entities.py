@@ -9,7 +9,6 @@ import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.kind import TaskFiles
 from pipeline.extensions.tasks.named_entities import (
     Sentence,
     entities,
@@ -17,6 +16,7 @@ from pipeline.extensions.tasks.named_entities import (
     label,
     read_entities,
 )
+from pipeline.extensions.tasks.token_classifier import TaskFiles
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "ner"

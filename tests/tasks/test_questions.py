@@ -13,7 +13,7 @@ import torch
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.kind import TaskFiles
+from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.questions import (
     NO_ANSWER,
     Answer,
@@ -28,7 +28,7 @@ from pipeline.extensions.tasks.questions import (
     windows_of,
     word_f1,
 )
-from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TaskFiles
 from pipeline.extensions.tasks.xlmr import Located, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "qa"

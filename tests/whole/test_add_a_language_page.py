@@ -4,7 +4,6 @@ Its recipe and its declaration as they stand there, made shorter.
 """
 
 import itertools
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,18 @@ from support.exported_models import automatic_tokenizer
 from support.foreign_families import nllb_folder
 from support.foreign_models import model_of, our_logits, sentencepiece_model, their_logits
 from support.forked import run_command
+from support.page_commands import ROOT, named_blocks
 from support.served import serving
 from transformers import M2M100ForConditionalGeneration, NllbTokenizer
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import chosen_layout, entries_of
 from pipeline.checkpoints.importing import open_model
 from pipeline.cli import main
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "add_a_language.md").read_text(
-    encoding="utf-8"
-)
+PAGE = ROOT / "docs" / "tutorials" / "add_a_language.md"
 SHORTER = {
     "vocabulary_size = 4000": "vocabulary_size = 90",
     "tokens = 2000": "tokens = 200\nevaluation_tokens = 400",
@@ -44,14 +42,6 @@ WORDS = {
     "myv": "ташто од ашо раужо покш вишка кудо киска веле лей ки вирь",
 }
 EXPORTED = {"en": "eng_Latn", "ru": "rus_Cyrl", "myv": "myv_Cyrl"}
-
-
-def blocks(kind: str) -> dict[str, str]:
-    """What stands in shell and TOML blocks, by the word behind the language."""
-    found: dict[str, str] = {}
-    for name, body in re.findall(rf"^```{kind} (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
-        found[name] = found.get(name, "") + body
-    return found
 
 
 def phrases(code: str) -> list[str]:
@@ -100,13 +90,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nllb_folder(folder / "nllb", sentencepiece=pieces)
     for pair in ("en-myv", "myv-ru", "en-ru"):
         write_pair(folder / "pairs", pair)
-    for name, text in blocks("toml").items():
+    for name, text in named_blocks(PAGE, "toml").items():
         for long, short in SHORTER.items():
             text = text.replace(long, short)
         (folder / name).write_text(text, encoding="utf-8")
     with (folder / "erzya.toml").open("a", encoding="utf-8") as recipe:
         recipe.write(SEARCH)
-    for line in blocks("bash")["walk"].splitlines():
+    for line in named_blocks(PAGE, "bash")["walk"].splitlines():
         run_line(line, folder)
     return folder
 
@@ -171,7 +161,7 @@ def test_the_exported_folder_gives_our_logits_by_the_names_of_languages(
 
 @pytest.mark.usefixtures("place")
 def test_the_server_of_the_page_answers_in_the_new_language() -> None:
-    (line,) = (one for one in blocks("bash")["walk"].splitlines() if " serve " in one)
+    (line,) = (one for one in named_blocks(PAGE, "bash")["walk"].splitlines() if " serve " in one)
     program, serve, *arguments = shlex.split(line)
     assert (program, serve, arguments[-2]) == ("mmnmt", "serve", "--port")
     with serving(*arguments[:-2]) as (server, _):
@@ -182,7 +172,7 @@ def test_the_server_of_the_page_answers_in_the_new_language() -> None:
 
 @pytest.mark.usefixtures("place")
 def test_the_same_declaration_with_experts_is_made_and_exported() -> None:
-    text = Path("add_myv.toml").read_text(encoding="utf-8") + blocks("toml")["experts"]
+    text = Path("add_myv.toml").read_text(encoding="utf-8") + named_blocks(PAGE, "toml")["experts"]
     Path("with_experts.toml").write_text(text, encoding="utf-8")
     assert main(["upcycle", "with_experts.toml", "--out", "runs/experts"]) == 0
     assert main(["export", "runs/experts", "--to", "hf-nllb-moe", "--out", "hf-experts"]) == 0

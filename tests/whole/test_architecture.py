@@ -137,7 +137,7 @@ def key_of(name: str) -> str:
     if name in STAGE_MODULES:
         return "stages"
     if name.startswith("pipeline.extensions"):
-        if name in EXTENSIONS or name.endswith((".extensions", ".installed", ".settings")):
+        if name in EXTENSIONS or name.endswith((".extensions", ".installed")):
             return "settings"
         return EXTENSIONS[name.rpartition(".")[0]]
     if name.endswith(".settings"):
@@ -200,7 +200,7 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
         assert not STAGE_MODULES & own_imports(name)
     loaded = modules_after("import pipeline.cli")
     assert set(COMMAND) <= loaded
-    assert not {"torch", "deepspeed", "transformers", "datasets", "comet"} & loaded
+    assert not {"torch", "deepspeed", "transformers", "datasets", "comet", "mpi4py"} & loaded
 
 
 class FirstUpdateError(Exception):

@@ -27,27 +27,27 @@ LINES = {
     "pipeline/artifacts": 4_961,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_786,  # 3,000
     "pipeline/kernels": 5_131,  # 3,200
-    "pipeline/decoding": 3_844,  # 2,900
+    "pipeline/decoding": 3_727,  # 2,900
     "pipeline/training": 3_644,  # 2,800
-    "pipeline/checkpoints/foreign": 2_538,  # 2,200
+    "pipeline/checkpoints/foreign": 2_492,  # 2,200
     "pipeline/model": 3_301,  # 2,700
     "pipeline/estimates": 1_690,  # 1,700
-    "pipeline/cli": 1_866,  # 1,500
-    "pipeline/checkpoints": 2_019,  # 1,700
-    "pipeline/checkpoints/assembly": 1_405,  # 1,200
-    "pipeline/extensions/tasks": 1_791,  # 1,100
+    "pipeline/cli": 1_849,  # 1,500
+    "pipeline/checkpoints": 1_996,  # 1,700
+    "pipeline/checkpoints/assembly": 1_352,  # 1,200
+    "pipeline/extensions/tasks": 1_756,  # 1,100
     "pipeline/batching": 1_764,  # 1,300
     "pipeline/distributed": 1_676,  # 1,200
-    "pipeline/extensions/analysis": 1_319,  # 1,000
+    "pipeline/extensions/analysis": 1_298,  # 1,000
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
     "pipeline": 3_989,  # 2,400: config, single modules, stage.py and registry.py
-    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
+    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 980,  # 950
     "pipeline data_prep": 60_708,  # 46,000: all of the above
     "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 3_901,  # 3,600
-    "tests/support": 5_408,  # 3,000
-    "tests/whole": 7_318,  # 4,500
+    "tests/support": 5_213,  # 3,000
+    "tests/whole": 7_299,  # 4,500
     "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -265,9 +265,11 @@ def measured_counts() -> dict[str, int]:
 def messages(path: Path) -> set[str]:
     """Return the fixed words of the errors for users that a module makes.
 
-    The modules of settings refuse values with ``ValueError``.
+    The modules of settings, ``__init__.py`` of an extension included, refuse values with
+    ``ValueError``.
     """
-    kinds = USER_ERRORS | ({"ValueError"} if path.stem in ("settings", "recipe") else set())
+    has_settings = path.stem in ("settings", "recipe", "__init__")
+    kinds = USER_ERRORS | ({"ValueError"} if has_settings else set())
     found = set()
     for node in tree(path):
         match node:

@@ -31,8 +31,8 @@ from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
+from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
-from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.sublayer import Regularization
 from pipeline.stages.pretrain import train, training_data
 from pipeline.training.engine import connect, expert_parallel_group

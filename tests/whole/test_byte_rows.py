@@ -14,8 +14,8 @@ from pipeline.artifacts.corpus import Direction, languages, line_counts, read_li
 from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe, parse_overrides
-from pipeline.extensions.analysis.settings import AnalysisConfig
-from pipeline.extensions.byte_front_ends.settings import (
+from pipeline.extensions.analysis import AnalysisConfig
+from pipeline.extensions.byte_front_ends import (
     AdaMshaConfig,
     MscConfig,
     NcfConfig,

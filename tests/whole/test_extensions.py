@@ -1,12 +1,12 @@
 """The core is complete without extensions: each can be deleted, with its name in one list."""
 
 import shutil
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.added_variants import commands_in, copy_with
+from support.raw_trees import unpack_stored_run
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,7 @@ REMOVALS = {
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a stored run, whose shards are trained on."""
     folder = tmp_path_factory.mktemp("stored")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_stored_run(folder)
     (folder / "tiny.toml").write_text(TINY, encoding="utf-8")
     return folder
 

@@ -165,7 +165,7 @@ def test_a_write_no_stage_has_a_sentence_for_is_one_sentence_too(
 ) -> None:
     disk.fails_at = 1  # the folder is there already: making it is number 0
     lines = JsonLines(Path(disk.root) / "metrics.jsonl")
-    names = "pipeline.cli.recipe_commands.recipe_names"
+    names = "pipeline.cli.plan_commands.recipe_names"
     monkeypatch.setattr(names, lambda: lines.write({"update": 1}))
     assert cli.main(["describe"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err

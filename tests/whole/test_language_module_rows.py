@@ -1,9 +1,10 @@
 """Xu et al. (2023): a recipe per row of its tables, of the paper's size, and a plan run whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.extensions.language_modules.settings import (
+from pipeline.extensions.language_modules import (
     ClsrConfig,
     LanguageExpertsConfig,
     LowRankConfig,
 )
-from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.extensions.tasks.token_classifier import TokenClassifier
+from pipeline.extensions.tasks import TasksConfig
+from pipeline.extensions.tasks.token_classifier import HeadKind, TokenClassifier
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
@@ -208,6 +209,17 @@ def millions_at_inference(plan_name: str, system: str) -> float:
     return (counts(plan_name, plain)["total"] + beside) / 1e6
 
 
+def on_xlmr_base(
+    modules: LanguageModulesConfig | None, languages: Sequence[str], *, head: HeadKind
+) -> int:
+    """Return the number of parameters of a task model on XLM-R base."""
+    model = XLMR_BASE.model_copy(update={"language_modules": modules})
+    spec = ModelSpec(model=model, vocabulary_size=250_002, pad_id=1, languages=tuple(languages))
+    with torch.device("meta"):
+        labeller = TokenClassifier(spec, head=head, num_tags=NER_TAGS)
+    return sum(parameter.numel() for parameter in labeller.parameters())
+
+
 def task_millions(task: str, system: str) -> tuple[float, float]:
     """Of a row on XLM-R base: in all, and of what a shared module adds alone."""
     stages = load_plan("xlmr_tasks").stages
@@ -217,17 +229,8 @@ def task_millions(task: str, system: str) -> tuple[float, float]:
     recipe = load_recipe(stage.recipe, stage.set)
 
     def size(modules: LanguageModulesConfig | None) -> float:
-        model = XLMR_BASE.model_copy(update={"language_modules": modules})
-        spec = ModelSpec(
-            model=model,
-            vocabulary_size=250_002,
-            pad_id=1,
-            languages=tuple(recipe.section_of(TasksConfig).languages),
-        )
-        with torch.device("meta"):
-            head: Literal["tagger", "reader"] = "tagger" if task == "ner" else "reader"
-            labeller = TokenClassifier(spec, head=head, num_tags=NER_TAGS)
-        return sum(parameter.numel() for parameter in labeller.parameters()) / 1e6
+        head: HeadKind = "tagger" if task == "ner" else "reader"
+        return on_xlmr_base(modules, recipe.section_of(TasksConfig).languages, head=head) / 1e6
 
     modules = recipe.model.language_modules
     assert isinstance(modules, LowRankConfig | None)
@@ -317,6 +320,17 @@ def test_every_row_has_its_size_beside_the_papers(table: str, system: str, row: 
     for size, ours, _ in pairs:
         assert size == pytest.approx(ours, abs=0.0051)
     assert all(rounds_to(size, paper) for size, _, paper in pairs) == (not row.why)
+
+
+def test_a_reader_on_xlm_r_base_has_the_size_of_its_layers_and_modules_by_hand() -> None:
+    layer = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    plain = on_xlmr_base(None, "abcdef", head="reader")
+    assert plain == (250002 + 514 + 2) * 768 + 12 * layer + 2 * 768 + 2
+    modules = LowRankConfig(rank=32)
+    for number in (6, 24):
+        languages = [f"l{index}" for index in range(number)]
+        added = on_xlmr_base(modules, languages, head="reader") - plain
+        assert added == 2 * number * 12 * 32 * (768 + 3072)
 
 
 @pytest.mark.parametrize(("task", "system"), TASKS)

@@ -4,11 +4,11 @@ import json
 import re
 import shlex
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 from support.forked import run_command
+from support.raw_trees import unpack_stored_run
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -39,11 +39,10 @@ def commands() -> list[list[str]]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every command of the page has succeeded."""
     folder = tmp_path_factory.mktemp("page")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
-    shutil.copytree(folder / "run" / "translations", folder / "run" / "translate_dense")
+    run = unpack_stored_run(folder)
+    shutil.copytree(run / "translations", run / "translate_dense")
     (folder / "runs").mkdir()
-    (folder / "run").rename(folder / "runs" / "demo")
+    run.rename(folder / "runs" / "demo")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
     (folder / "grown.toml").write_text(PAGE.split("```toml\n# grown.toml\n")[1].split("```")[0])
     with pytest.MonkeyPatch.context() as patch:

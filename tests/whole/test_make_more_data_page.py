@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from support.forked import run_command, run_script
 from support.page_commands import ROOT, blocks, without_launcher
+from support.raw_trees import unpack_stored_run
 from support.small_plans import TINY, as_child, placed_small
 
 from pipeline import cli
@@ -66,11 +66,9 @@ def run_distill(words: list[str], folder: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs after every command of the page has succeeded."""
     folder = tmp_path_factory.mktemp("page")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
     runs = folder / "runs"
     runs.mkdir()
-    (folder / "run").rename(runs / "demo")
+    unpack_stored_run(folder).rename(runs / "demo")
     shutil.copytree(runs / "demo" / "mmnmt", runs / "demo" / "moe")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

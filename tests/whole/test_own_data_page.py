@@ -11,15 +11,14 @@ from xml.sax.saxutils import escape
 
 import pytest
 from support.forked import run_command
+from support.page_commands import ROOT, named_blocks
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import iterate_lines, line_counts
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "your_own_data.md").read_text(
-    encoding="utf-8"
-)
+PAGE = ROOT / "docs" / "tutorials" / "your_own_data.md"
 SHORTER = {
     "vocabulary_size = 4000": "vocabulary_size = 80",
     "updates = 600": "updates = 4",
@@ -29,15 +28,6 @@ SHORTER = {
 KEPT = ("tokenizer", "shards", "mixture", "model")
 NOUNS = {"house": "Haus", "garden": "Garten", "letter": "Brief", "river": "Fluss", "road": "Weg"}
 ADJECTIVES = {"old": "alte", "new": "neue", "small": "kleine", "long": "lange", "quiet": "stille"}
-
-
-def blocks(kind: str) -> dict[str, str]:
-    """What stands in shell and TOML blocks, by the word behind the language."""
-    pattern = rf"^```{kind} (\S+)\n(.*?)^```"
-    found: dict[str, str] = {}
-    for name, body in re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL):
-        found[name] = found.get(name, "") + body
-    return found
 
 
 def unit(english: str, german: str) -> str:
@@ -75,12 +65,12 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_memory(folder / "memories" / "ours.tmx", range(400))
     write_memory(folder / "memories" / "valid" / "ours.tmx", range(1000, 1020))
     write_memory(folder / "memories" / "test" / "ours.tmx", range(2000, 2010))
-    for name, text in blocks("toml").items():
+    for name, text in named_blocks(PAGE, "toml").items():
         for long, short in SHORTER.items():
             text = text.replace(long, short)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "letters.en").write_text("We have seen the old house.\n\nThe road.\n")
-    for line in blocks("bash")["walk"].splitlines():
+    for line in named_blocks(PAGE, "bash")["walk"].splitlines():
         program, *arguments = shlex.split(line)
         assert program == "mmnmt"
         given, written = "", None
@@ -130,8 +120,9 @@ def test_the_model_is_tested_as_it_is_where_a_training_line_comes_to_the_tests(
     """By the commands of the page: the plan refuses before it builds anything in vain."""
     folder = tmp_path / "office"
     shutil.copytree(office, folder)
-    (run,) = re.findall(r"^mmnmt (run .* --out .*)", PAGE, re.MULTILINE)
-    (only,) = re.findall(r"`(--only .*)`", PAGE)
+    text = PAGE.read_text(encoding="utf-8")
+    (run,) = re.findall(r"^mmnmt (run .* --out .*)", text, re.MULTILINE)
+    (only,) = re.findall(r"`(--only .*)`", text)
 
     def ended(options: str = "") -> tuple[int, str]:
         done = run_command(shlex.split(f"{run} {options}"), folder=folder, timeout=500)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pipeline.config.recipe import load_recipe
-from pipeline.extensions.byte_front_ends.settings import MshaConfig
+from pipeline.extensions.byte_front_ends import MshaConfig
 from pipeline.jobs.plan import load_plan
 from pipeline.model.parameters import count_parameters
 from pipeline.model.settings import ModelConfig

@@ -22,7 +22,7 @@ from support.tiny_training import Inputs, pretrain
 
 from data_prep.make_shards import Sharding, pair_jobs, shard_pair
 from pipeline import cli
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Split, read_hypotheses, read_lines
 from pipeline.artifacts.shards import open_shard
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
@@ -33,8 +33,7 @@ from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import source_begins
+from pipeline.decoding.hypotheses import forced_pass, source_begins
 from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import IncomingLines, without_line_breaks
@@ -146,9 +145,7 @@ def write_checkpoint(directory: Path, spec: ModelSpec, tokenizer_dir: Path) -> A
     """A checkpoint that nothing has trained, whose translations differ with their sources."""
     model = tiny_model(spec)
     attend_to_source(model, factor=6)
-    with new_artifact(
-        directory, kind="checkpoint", stage="pretrain", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "checkpoint", "pretrain") as writer:
         tensors = ((entry.name, entry.value) for entry in named_slices(model))
         write_weights(writer.directory / "weights", tensors)
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
@@ -383,7 +380,7 @@ def test_pretraining_takes_the_words_and_names_no_language_without_spaces(
 
 def test_a_file_of_beginnings_that_is_cut_off_is_refused(made: Made, tmp_path: Path) -> None:
     shards = made.shards
-    with new_artifact(tmp_path / "cut", kind="shards", stage="x", config={}, inputs={}) as writer:
+    with writing(tmp_path / "cut", "shards", "x") as writer:
         for name in shards.names("train/de-zh/"):
             content = shards.file(name).read_bytes()
             cut = content[:-1] if name.endswith(".begins") else content

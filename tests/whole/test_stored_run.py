@@ -6,11 +6,11 @@ them: artifacts of every kind, and the working folder of one training stage.
 
 import json
 import shutil
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.raw_trees import unpack_stored_run
 from support.small_plans import as_child
 
 from pipeline import cli
@@ -21,7 +21,6 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 
-ARCHIVE = Path(__file__).with_name("stored_run.tar.gz")
 CHECKPOINTS = ("dense", "moe_lgr", "assembled", "mmnmt")
 STAGES = (
     *("corpus", "clean", "tokenizer", "shards", "mixture", "dense", "groups", "moe_lgr"),
@@ -34,8 +33,7 @@ GONE = "\n[stages.nearest]"
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_stored_run(folder)
     plan = folder / "plan.toml"
     plan.write_text(plan.read_text("utf-8").partition(GONE)[0], encoding="utf-8")
     return folder

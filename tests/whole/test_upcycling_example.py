@@ -6,7 +6,6 @@ They run on the stored run instead of the demo's, and train for a few updates.
 import json
 import re
 import shlex
-import tarfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from support.forked import run_command
+from support.raw_trees import unpack_stored_run
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.importing import open_model
@@ -50,10 +50,8 @@ def block(kind: str) -> str:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every command of the example has succeeded."""
     folder = tmp_path_factory.mktemp("example")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
     (folder / "runs").mkdir()
-    (folder / "run").rename(folder / "runs" / "demo")
+    unpack_stored_run(folder).rename(folder / "runs" / "demo")
     (folder / "experts.toml").write_text(block("toml"), encoding="utf-8")
     (folder / "few.toml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,6 @@ with a model that has them all.
 import json
 import re
 import shutil
-import tarfile
 from inspect import getsource
 from pathlib import Path
 from textwrap import indent
@@ -15,6 +14,7 @@ from textwrap import indent
 import pytest
 from support import sigmoid_router
 from support.added_variants import ROOT, Variant, commands_in, copy_with, run_in, touched_files
+from support.raw_trees import unpack_stored_run
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ VARIANTS = {
     "front": Variant(
         {f"{FRONT_ENDS}/smooth.py": SMOOTH_FRONT},
         {
-            f"{FRONT_ENDS}/settings.py": [
+            f"{FRONT_ENDS}/__init__.py": [
                 (
                     "FRONT_ENDS: tuple[type[FrontSettings], ...] = (\n",
                     "class SmoothConfig(FrontSettings):\n"
@@ -141,7 +141,7 @@ VARIANTS = {
             f"{FRONT_ENDS}/extension.py": [
                 (
                     "        match spec.model.front:\n",
-                    f"        from {FRONT_ENDS.replace('/', '.')}.settings import SmoothConfig\n"
+                    f"        from {FRONT_ENDS.replace('/', '.')} import SmoothConfig\n"
                     f"        from {FRONT_ENDS.replace('/', '.')}.smooth import SmoothFront\n"
                     "        match spec.model.front:\n"
                     "            case SmoothConfig():\n"
@@ -153,7 +153,7 @@ VARIANTS = {
     "language modules": Variant(
         {f"{LANGUAGE_MODULES}/scales.py": LANGUAGE_SCALES},
         {
-            f"{LANGUAGE_MODULES}/settings.py": [
+            f"{LANGUAGE_MODULES}/__init__.py": [
                 (
                     "LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (\n",
                     "class ScalesConfig(LanguageModuleSettings):\n"
@@ -173,7 +173,7 @@ VARIANTS = {
                 (
                     "from pipeline.extensions.language_modules.stack import LanguageStack\n",
                     "from pipeline.extensions.language_modules.scales import add_scales\n"
-                    "from pipeline.extensions.language_modules.settings import ScalesConfig\n"
+                    "from pipeline.extensions.language_modules import ScalesConfig\n"
                     "from pipeline.extensions.language_modules.stack import LanguageStack\n",
                 ),
             ],
@@ -272,7 +272,7 @@ VARIANTS = {
 }
 TOUCHED = {
     **{
-        name: {f"{folder}/{name}.py" for name in (module, "settings", "extension")}
+        name: {f"{folder}/{name}.py" for name in (module, "__init__", "extension")}
         for name, folder, module in (
             ("front", FRONT_ENDS, "smooth"),
             ("language modules", LANGUAGE_MODULES, "scales"),
@@ -320,8 +320,7 @@ stopping = "first"
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stored run, whose shards are trained on."""
     folder = tmp_path_factory.mktemp("stored")
-    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_stored_run(folder)
     (folder / "all.toml").write_text(RECIPE, encoding="utf-8")
     return folder
 

@@ -125,10 +125,8 @@ def read_assembly(path: str) -> Assembly:
 def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> AssemblyPlan:
     """Open everything that a declaration names and plan the assembly; write nothing.
 
-    Args:
-        assembly: The declaration.
-        model: The model of the result; None: the model of the sources, with the settings that the
-            declaration changes.
+    Without ``model``, the result is the model of the sources, with the settings that the
+    declaration changes.
 
     Raises:
         UserError: Something named cannot be used, or does not fit.
@@ -240,10 +238,8 @@ def known_groups(
 ) -> dict[str, int] | None:
     """Return language → group: of the decoder, or else of a groups artifact; None without either.
 
-    Args:
-        decoder: The source of the decoder.
-        given: Language → group, from a groups artifact.
-        resembling: New language → the language that gives it a group.
+    ``given`` is a groups artifact's language → group; ``resembling`` is new language → the language
+    that gives it a group.
 
     Raises:
         ConfigError: The decoder was trained with other groups than the artifact has.

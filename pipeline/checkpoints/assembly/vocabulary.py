@@ -107,10 +107,7 @@ def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
 def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) -> RowPlan:
     """Plan every row of the new vocabulary.
 
-    Args:
-        old: The tokenizer of the existing embedding.
-        new: The tokenizer of the new embedding.
-        resembling: New language → language of the old tokenizer that gives it a row.
+    ``resembling`` is new language → language of the old tokenizer that gives it a row.
 
     Raises:
         ConfigError: The old tokenizer lacks a language of ``resembling``.

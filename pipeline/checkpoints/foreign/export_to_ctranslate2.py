@@ -15,8 +15,7 @@ from torch import Tensor
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.checkpoint import ModelSource
-from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS
-from pipeline.checkpoints.foreign.layouts import Entries
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS, Entries
 from pipeline.errors import lacks_package
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 

@@ -34,21 +34,22 @@ from pipeline.artifacts.tokenizer import LanguageTokenScheme
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.hugging_face import raw_record
-from pipeline.checkpoints.foreign.model_folder import (
+from pipeline.checkpoints.foreign.files import (
     Described,
+    StateDict,
     described,
     described_model,
+    read_torch_file,
     refuse_other,
     refuse_unequal,
 )
+from pipeline.checkpoints.foreign.hugging_face import raw_record
 from pipeline.checkpoints.foreign.tensor_names import (
     FAIRSEQ_OUTPUT,
     FAIRSEQ_TABLE,
     ForeignTensors,
     with_output,
 )
-from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.config.settings import DropRate, shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation

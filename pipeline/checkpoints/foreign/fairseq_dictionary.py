@@ -112,8 +112,7 @@ class FairseqVocabulary:
             )
         )
         symbols, num_ids = read_dictionary(content, self.dictionary)
-        folder, name = self.sentencepiece.parent, self.sentencepiece.name
-        pieces = [symbols.get(piece) for piece in pieces_of(model, folder, name=name)]
+        pieces = [symbols.get(piece) for piece in pieces_of(model, self.sentencepiece)]
         self._check_pieces(symbols, pieces)
         scheme, tokens = _language_tokens(symbols, num_ids, self.languages or languages, style)
         count = max(num_ids, *(index + 1 for index in tokens.values())) if tokens else num_ids

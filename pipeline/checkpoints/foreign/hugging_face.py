@@ -17,8 +17,7 @@ from typing import Any
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.checkpoints.checkpoint import ModelSource
-from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
-from pipeline.checkpoints.foreign.model_folder import (
+from pipeline.checkpoints.foreign.files import (
     CONFIG_FILE,
     Described,
     ModelFolder,
@@ -27,6 +26,7 @@ from pipeline.checkpoints.foreign.model_folder import (
     refuse_quantized,
     refuse_unequal,
 )
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
 from pipeline.checkpoints.foreign.tensor_names import (
     M2M100_TABLE,
     MBART50_TABLE,
@@ -35,6 +35,7 @@ from pipeline.checkpoints.foreign.tensor_names import (
     NameTable,
     with_output,
 )
+from pipeline.config.settings import DropRate
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
@@ -163,16 +164,11 @@ class NllbMoeConfig(M2M100Config):
     normalize_router_prob_before_dropping: bool = False
     batch_prioritized_routing: bool = False
     moe_eval_capacity_token_fraction: float = 1.0
-    moe_token_dropout: float = 0.2
+    moe_token_dropout: DropRate = 0.2
 
 
 def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelConfig:
-    """Return the model that ``config.json`` describes.
-
-    Args:
-        origin: The folder that an error names.
-        config: The fields of ``config.json``.
-        **more: Settings of the model that its family has beyond M2M-100's.
+    """Return the model that ``config.json`` describes; ``more`` are settings beyond M2M-100's.
 
     Raises:
         CheckpointError: A setting is not supported.
@@ -218,11 +214,6 @@ def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
     )
     steps = config.encoder_sparse_step, config.decoder_sparse_step
     refuse_unequal(origin, sparse_step=steps)
-    if not 0 <= config.moe_token_dropout < 1:
-        raise CheckpointError(
-            f"{origin} has moe_token_dropout = {config.moe_token_dropout}, which is no rate from 0 "
-            "to below 1. Name another checkpoint."
-        )
     moe = None
     if config.encoder_sparse_step > 0:
         moe = {

@@ -28,8 +28,8 @@ from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.analysis.analyze_languages import batch_of, encode
 from pipeline.extensions.analysis.analyze_lengths import total_bytes
 from pipeline.extensions.analysis.report import write_analysis
+from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
-from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.transformer import Transformer
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions

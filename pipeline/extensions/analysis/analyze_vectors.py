@@ -12,14 +12,15 @@ from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_lines
+from pipeline.decoding.line_filter import translate_jobs
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.scores import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
+from pipeline.extensions.analysis import AnalysisConfig
 from pipeline.extensions.analysis.report import write_analysis
-from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
@@ -99,14 +100,7 @@ def score_vectors(
     shown: Sequence[str],
     settings: EvaluationConfig,
 ) -> dict[str, Any]:
-    """Translate and score a direction with the right vector and the vectors of other languages.
-
-    Args:
-        translator: the model.
-        corpus: test lines.
-        direction: direction to translate.
-        shown: languages with vectors that the router sees in turn.
-        settings: settings of the scores.
+    """Translate and score a direction with the right vector and the vectors of ``shown``.
 
     Returns:
         BLEU, chrF++ and the number of lines that are translated otherwise than with the right
@@ -118,11 +112,12 @@ def score_vectors(
     sources = read_lines(corpus, "test", direction.pair, direction.source)
     references = read_lines(corpus, "test", direction.pair, direction.target)
     bleu = Bleu.into([direction.target], option=settings.bleu_tokenizer)
-    right = translate_lines(translator, direction, sources)
+    jobs = [Job(direction, line, text) for line, text in enumerate(sources)]
+    right = [found.text for found in translate_jobs(translator, jobs)]
     wrong = {}
     for language in shown:
         translator.show_router(language)
-        wrong[language] = translate_lines(translator, direction, sources)
+        wrong[language] = [found.text for found in translate_jobs(translator, jobs)]
     if shown:
         translator.show_router(None)
 
@@ -138,18 +133,6 @@ def score_vectors(
         "right": scored(right),
         "wrong": {language: scored(texts) for language, texts in wrong.items()},
     }
-
-
-def translate_lines(
-    translator: Translator, direction: Direction, sources: Sequence[str]
-) -> list[str]:
-    """Translate lines; return the translations in order."""
-    found: dict[int, str] = {}
-    jobs = [Job(direction, line, text) for line, text in enumerate(sources)]
-    for batch in translator.cut(jobs):
-        for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
-            found[job.line] = hypothesis.text
-    return [found[line] for line in range(len(sources))]
 
 
 if __name__ == "__main__":

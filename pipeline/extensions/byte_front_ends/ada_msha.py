@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.contextualization import (
     Contextualization,
     LocalConvolution,
     heads_of,
     projected_of,
 )
-from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.kernels.convolutions import Convolution, mix_scales
 from pipeline.model.attention import Attention, Projected
 from pipeline.model.front_end import Source

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeline.extensions.byte_front_ends.settings import MscConfig, MshaConfig
+from pipeline.extensions.byte_front_ends import MscConfig, MshaConfig
 from pipeline.kernels.convolutions import convolve
 from pipeline.model.attention import Attention, Projected
 from pipeline.model.front_end import Passage, Source

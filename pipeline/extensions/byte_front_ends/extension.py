@@ -1,22 +1,21 @@
 """Implementation of the model's extension points by byte-level front ends.
 
-To add a front end, write a module, a settings class in ``settings.py`` and a ``case`` of
+To add a front end, write a module, a settings class in ``__init__.py`` and a ``case`` of
 :meth:`ByteFrontEnds.build_front`.
 """
 
 from torch import nn
 
-from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
-from pipeline.extensions.byte_front_ends.contextualization import Msc, Msha
-from pipeline.extensions.byte_front_ends.ncf import Ncf, NgramConvolution
-from pipeline.extensions.byte_front_ends.settings import (
+from pipeline.extensions.byte_front_ends import (
     AdaMshaConfig,
     MscConfig,
     MshaConfig,
     NcfConfig,
     WsfConfig,
 )
-from pipeline.extensions.byte_front_ends.wsf import Wsf
+from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
+from pipeline.extensions.byte_front_ends.contextualization import Msc, Msha
+from pipeline.extensions.byte_front_ends.ncf_and_wsf import Ncf, NgramConvolution, Wsf
 from pipeline.model.extension import Extension
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

@@ -1,6 +1,6 @@
 """Implementation of the model's extension points by language modules.
 
-To add a kind, write a module, a settings class in ``settings.py`` and a ``case`` of
+To add a kind, write a module, a settings class in ``__init__.py`` and a ``case`` of
 :meth:`LanguageModules.change_side` or :meth:`LanguageModules.build_feed_forward`. The core names,
 counts, prunes and trains the parameters of any
 :class:`~pipeline.extensions.language_modules.stack.LanguageStack`.
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.settings import SHARED
+from pipeline.extensions.language_modules import (
+    ClsrConfig,
+    LanguageExpertsConfig,
+    LowRankConfig,
+)
 from pipeline.extensions.language_modules.clsr import (
     ConditionalRouting,
     Gate,
@@ -27,11 +32,6 @@ from pipeline.extensions.language_modules.low_rank import (
     LowRankShape,
     Synthesis,
     wrap_linear_layers,
-)
-from pipeline.extensions.language_modules.settings import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LowRankConfig,
 )
 from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.model.attention import Attention

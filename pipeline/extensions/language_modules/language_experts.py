@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from pipeline.extensions.language_modules.settings import LanguageExpertsConfig
+from pipeline.extensions.language_modules import LanguageExpertsConfig
 from pipeline.extensions.language_modules.stack import LanguageStack, SentenceSide
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.products import Activation, Linear, activate

@@ -16,10 +16,9 @@ from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import RUN_MARK
-from pipeline.extensions.tasks.kind import Scores, TaskKind
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
-from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
+from pipeline.extensions.tasks.token_classifier import Scores, TaskKind, TaskModel, TaskSpec
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, track
 

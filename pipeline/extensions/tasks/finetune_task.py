@@ -42,11 +42,10 @@ from pipeline.batching.global_step import (
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
-from pipeline.extensions.tasks.kind import TaskKind
+from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES, training_tags
 from pipeline.extensions.tasks.questions import QUESTIONS
-from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.extensions.tasks.token_classifier import TASK_FILE, TaskSpec
+from pipeline.extensions.tasks.token_classifier import TASK_FILE, TaskKind, TaskSpec
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization

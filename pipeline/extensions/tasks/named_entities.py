@@ -21,8 +21,15 @@ import numpy as np
 from pipeline.batching.batch import Integers, Labelled, collate_tags
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.kind import Predictions, Scores, TaskFiles, TaskKind, read_text
-from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
+from pipeline.extensions.tasks.token_classifier import (
+    Predictions,
+    Scores,
+    TaskFiles,
+    TaskKind,
+    TaskModel,
+    TaskSpec,
+    read_text,
+)
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 OUTSIDE = "O"

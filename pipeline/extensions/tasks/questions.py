@@ -27,13 +27,20 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline.batching.batch import Integers, Labelled, collate_spans
-from pipeline.checkpoints.foreign.model_folder import Described
+from pipeline.checkpoints.foreign.files import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.kind import Predictions, Scores, TaskFiles, TaskKind, read_text
-from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
+from pipeline.extensions.tasks import TasksConfig
+from pipeline.extensions.tasks.token_classifier import (
+    Predictions,
+    Scores,
+    TaskFiles,
+    TaskKind,
+    TaskModel,
+    TaskSpec,
+    read_text,
+)
 from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces
 
 QUESTION_SPECIALS = 4

@@ -14,24 +14,25 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
-from pipeline.checkpoints.foreign.model_folder import (
+from pipeline.checkpoints.foreign.files import (
     CONFIG_FILE,
     INDEX_FILE,
     PICKLED,
     WEIGHTS_FILE,
     Described,
     ModelFolder,
+    StateDict,
+    described_model,
+    read_torch_file,
     refuse_other,
     refuse_quantized,
 )
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import load_pieces
 from pipeline.checkpoints.foreign.tensor_names import NameTable
-from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.checkpoints.weights import FLOATING_TYPES, Tensors
-from pipeline.config.settings import describe_validation, shown
+from pipeline.checkpoints.weights import Tensors, refuse_not_finite
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.parameters import initial_value, named_slices
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
@@ -64,13 +65,7 @@ class Pieces:
     def __init__(self, model: bytes, *, origin: Path) -> None:
         """Load the pieces; raise CheckpointError if they are not an XLM-R's SentencePiece model."""
         self.model = model
-        try:
-            self._processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{origin / PIECES_FILE} is not a SentencePiece model. Restore it from where it "
-                "was published."
-            ) from error
+        self._processor = load_pieces(model, origin / PIECES_FILE)
         specials = " ".join(self._processor.id_to_piece(index) for index in range(3))
         refuse_other(origin, **{f"{PIECES_FILE}[:3]": (specials, "<unk> <s> </s>")})
 
@@ -159,25 +154,20 @@ class Pretrained:
         self.origin = directory
         folder = ModelFolder(directory)
         config = _read_config(folder)
-        try:
-            self.model = ModelConfig(
-                encoder_layers=config.num_hidden_layers,
-                decoder_layers=1,
-                width=config.hidden_size,
-                feed_forward_width=config.intermediate_size,
-                num_heads=config.num_attention_heads,
-                norm="post",
-                activation="gelu",
-                positions="learned",
-                max_positions=config.max_position_embeddings - POSITION_OFFSET,
-                scale_embedding=False,
-                embedding_norm=True,
-            )
-        except ValidationError as error:
-            raise CheckpointError(
-                f"{directory / CONFIG_FILE} describes no XLM-R: "
-                f"{describe_validation(error, ModelConfig)}"
-            ) from error
+        settings: dict[str, object] = {
+            "encoder_layers": config.num_hidden_layers,
+            "decoder_layers": 1,
+            "width": config.hidden_size,
+            "feed_forward_width": config.intermediate_size,
+            "num_heads": config.num_attention_heads,
+            "norm": "post",
+            "activation": "gelu",
+            "positions": "learned",
+            "max_positions": config.max_position_embeddings - POSITION_OFFSET,
+            "scale_embedding": False,
+            "embedding_norm": True,
+        }
+        self.model = described_model(settings, directory / CONFIG_FILE)
         self.vocabulary_size = config.vocab_size
         self.pieces = Pieces(folder.read_bytes(PIECES_FILE), origin=directory)
         if self.pieces.size > config.vocab_size:
@@ -246,13 +236,7 @@ class Pretrained:
                 f"{self.origin} has no tensor {name}, which an XLM-R has. Restore the folder from "
                 "where it was published."
             )
-        value = self._stored.read(name)
-        if value.dtype not in FLOATING_TYPES or not value.isfinite().all():
-            raise CheckpointError(
-                f"{self.origin}: tensor {name} has values that are not finite numbers. Name "
-                "another checkpoint."
-            )
-        return value.float()
+        return refuse_not_finite(self._stored.read(name), name, self.origin).float()
 
 
 def _read_config(folder: ModelFolder) -> _Config:

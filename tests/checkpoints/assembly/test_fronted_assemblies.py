@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpora import bytes_of, writing
 from support.exported_models import own_checkpoint
 from support.fronted_models import FRONTS, fronted_byte_spec
 from support.stored_checkpoints import byte_spec, make_checkpoint, stored
 from support.tiny_models import random_batch, tiny_model
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.tokenizer import write_tokenizer
 from pipeline.checkpoints.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.cli import main
 from pipeline.model.settings import MoEConfig
@@ -62,12 +63,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def byte_tokenizer(path: Path, languages: tuple[str, ...]) -> None:
-    description = TokenizerDescription(
-        kind="bytes", languages=languages, language_token_scheme="underscores"
-    )
-    with new_artifact(
-        path, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
+    description = bytes_of(languages)
+    with writing(path, "tokenizer", "train_tokenizer") as writer:
         write_tokenizer(writer.directory, description=description, model=None)
 
 
@@ -139,7 +136,7 @@ def test_a_dense_model_with_a_front_gets_experts_and_keeps_its_front(
 
 
 def groups(path: Path, languages: tuple[str, ...]) -> None:
-    with new_artifact(path, kind="groups", stage="group_languages", config={}, inputs={}) as writer:
+    with writing(path, "groups", "group_languages") as writer:
         numbered = {code: number % 2 for number, code in enumerate(languages)}
         writer.write_json("groups.json", {"groups": numbered})
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpora import bytes_of, writing
 from support.sigmoid_router import SigmoidRouter
 from support.stored_checkpoints import byte_spec
 from support.tiny_models import random_batch, tiny_model
 from torch import Tensor, nn
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.tokenizer import write_tokenizer
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Assignment, part_of
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -52,18 +53,12 @@ def make_checkpoint(
 ) -> Artifact:
     """A checkpoint of a model, its tensors changed before they are written."""
     directory.mkdir(parents=True, exist_ok=True)
-    description = TokenizerDescription(
-        kind="bytes",
-        languages=model.spec.languages,
-        language_token_scheme="underscores",
-    )
+    description = bytes_of(model.spec.languages)
     write_tokenizer(directory, description=description, model=None)
     tensors = {entry.name: entry.value.clone() for entry in named_slices(model)}
     if change is not None:
         change(tensors)
-    with new_artifact(
-        directory / "checkpoint", kind="checkpoint", stage="pretrain", config={}, inputs={}
-    ) as writer:
+    with writing(directory / "checkpoint", "checkpoint", "pretrain") as writer:
         write_weights(writer.directory / "weights", tensors.items())
         write_model_files(writer, spec=model.spec, tokenizer_dir=directory)
     return open_artifact(directory / "checkpoint", kind="checkpoint")
@@ -307,9 +302,7 @@ def upcycle_call(
 
 
 def make_groups(directory: Path, numbers: dict[str, int]) -> Artifact:
-    with new_artifact(
-        directory, kind="groups", stage="group_languages", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "groups", "group_languages") as writer:
         writer.write_json("groups.json", {"groups": numbers})
     return open_artifact(directory, kind="groups")
 

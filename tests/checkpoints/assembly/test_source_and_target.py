@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.corpora import writing
 from support.exported_models import own_checkpoint, own_tokenizer, tokenizer_of_two
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles, with_languages
 from pipeline.checkpoints.assembly.vocabulary import plan_rows
 from pipeline.checkpoints.checkpoint import load_model
@@ -29,9 +30,7 @@ mask_ratio = 0.0
 
 
 def write_tokenizer_artifact(directory: Path, files: TokenizerFiles) -> None:
-    with new_artifact(
-        directory, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "tokenizer", "train_tokenizer") as writer:
         files.write(writer.directory)
 
 

@@ -1,6 +1,5 @@
 """CTranslate2 computes and finds with an exported model what this project does."""
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from support.exported_models import BEYOND, HUNDRED, own_checkpoint
 from support.foreign_models import LINES, PAIRS, model_of, our_logits
+from support.raw_trees import unpack_stored_run
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
@@ -21,7 +21,6 @@ from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
-ARCHIVE = Path(__file__).parents[2] / "whole" / "stored_run.tar.gz"
 VARIANTS: dict[str, dict[str, Any]] = {
     "as pretrained": {},
     "gelu, not scaled": {
@@ -132,8 +131,7 @@ def test_a_trained_model_translates_its_test_set_as_here(
 ) -> None:
     """All directions of a stored run's corpus, under CTranslate2's own stopping rule."""
     monkeypatch.setattr("pipeline.decoding.beam_search.stopping_rule", lambda _: CTranslate2Rule())
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_stored_run(tmp_path)
     run = tmp_path / "run"
     source = own_source(open_artifact(run / "dense", kind="checkpoint"))
     export_checkpoint(run / "dense", out_dir=tmp_path / "out", export=Export(to="ctranslate2"))

@@ -30,7 +30,7 @@ from transformers import (
 
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.exporting import Export, export_checkpoint
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import chosen_layout, entries_of
 from pipeline.model.settings import MoEConfig
 
 MOE = MoEConfig(num_experts=4, every=2)

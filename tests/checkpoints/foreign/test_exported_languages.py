@@ -42,11 +42,13 @@ from pipeline.checkpoints.checkpoint import ModelSource, own_source
 from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     NLLB_LANGUAGES,
+    chosen_layout,
+    entries_of,
     model_codes,
+    nllb_token,
     numbered,
     pieces_of,
 )
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.errors import CheckpointError
 from pipeline.languages import ALIASES, FAMILIES, canonical, iso_639_3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fairseq_files import (
+from fairseq_files import (
     LEARNED,
     POSITIONS,
     PRE_NORM,

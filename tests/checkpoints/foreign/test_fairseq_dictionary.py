@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from support.fairseq_files import Files, vocabulary_files
+from fairseq_files import Files, vocabulary_files
 from support.foreign_models import LINES, SPECIALS, pieces_of, sentencepiece_model
 
 from pipeline.artifacts.tokenizer import language_token

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fairseq_files import (
+from fairseq_files import (
     PRE_NORM,
     TIED,
     Files,

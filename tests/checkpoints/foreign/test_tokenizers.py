@@ -18,14 +18,15 @@ from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.export_to_hugging_face import write_vocabulary
+from pipeline.checkpoints.foreign.files import ModelFolder
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     MBART50_LANGUAGES,
     NLLB_LANGUAGES,
+    chosen_layout,
+    entries_of,
     folder_tokenizer,
     model_codes,
 )
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.foreign.model_folder import ModelFolder
 
 PIECES = 3000
 TRAINED_LINES, TEST_LINES = 60, 200

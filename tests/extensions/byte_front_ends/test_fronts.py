@@ -14,8 +14,7 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
-from pipeline.extensions.byte_front_ends.ncf import ORDERS
-from pipeline.extensions.byte_front_ends.wsf import word_begins, words_as_sentences
+from pipeline.extensions.byte_front_ends.ncf_and_wsf import ORDERS, word_begins, words_as_sentences
 from pipeline.model.building import build_model
 from pipeline.model.front_end import Source
 from pipeline.model.parameters import initialize
@@ -346,8 +345,8 @@ def test_other_fronts_do_not_look_at_given_words(name: str) -> None:
 
 def test_the_straight_through_router_learns_from_the_value_of_its_scale() -> None:
     """d loss / d logit of the chosen scale = ⟨d loss / d y, g(x)⟩, as if its weight were it."""
+    from pipeline.extensions.byte_front_ends import AdaMshaConfig
     from pipeline.extensions.byte_front_ends.ada_msha import choose_scales
-    from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 
     logits = torch.tensor([[0.1, 0.7, 0.2]], requires_grad=True)
     scale, weight = choose_scales(logits, AdaMshaConfig(top_k=1, max_scale=2))

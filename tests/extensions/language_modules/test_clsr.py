@@ -8,8 +8,8 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
+from pipeline.extensions.language_modules import ClsrConfig
 from pipeline.extensions.language_modules.clsr import ConditionalRouting, Gate, Projections
-from pipeline.extensions.language_modules.settings import ClsrConfig
 from pipeline.kernels.noise import Noise
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights, tensor_shapes

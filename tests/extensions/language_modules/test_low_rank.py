@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Example, Packing, collate
 from pipeline.errors import ConfigError
+from pipeline.extensions.language_modules import LowRankConfig
 from pipeline.extensions.language_modules.low_rank import LowRankLinear, LowRankShape, Synthesis
-from pipeline.extensions.language_modules.settings import LowRankConfig
 from pipeline.model.parameters import count_parameters, named_slices, tensor_shapes
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec, refuse_languages_without_modules

@@ -1,4 +1,4 @@
-"""Tests of pipeline/decoding/forced_pass.py."""
+"""Tests of pipeline/decoding/hypotheses.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,9 @@ from support.tiny_models import EOS_ID, PAD_ID, random_examples, source_of
 
 from pipeline.batching.batch import collate
 from pipeline.config.settings import Route
-from pipeline.decoding import forced_pass as module
+from pipeline.decoding import hypotheses as module
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import Translation
+from pipeline.decoding.hypotheses import Translation, forced_pass
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.parameters import named_slices
 from pipeline.model.transformer import Transformer

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.foreign_models import SETTINGS, SPECIALS, pieces_of, sentencepiece_model
 from torch import Tensor
 from transformers import BartConfig, FSMTConfig, M2M100Config, MBartConfig, NllbMoeConfig
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from support.foreign_models import SETTINGS, SPECIALS, pieces_of, sentencepiece_model
 
 LANGUAGES = ("de", "en", "ru")
 POSITIONS = 64

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.tokenizer import ByteVocabulary
 from support.corpora import make_corpus
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import attend_to_source, tiny_model
+
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.tokenizer import ByteVocabulary
 
 TEXTS = {
     "de-en": {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
+from pipeline.checkpoints.foreign.files import StateDict, read_torch_file
 from pipeline.errors import CheckpointError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=torch.float16)}
