@@ -26,16 +26,19 @@ from data_prep.raw_lines import (
     REASONS,
     Checked,
     CheckedLine,
+    EvenSample,
     LineCounts,
+    are_swapped,
     checked,
     checked_lines,
+    code_warning,
     good_lines,
     refuse_damaged,
+    script_of_language,
 )
 from data_prep.readers.cldr import read_phrases
-from data_prep.readers.file_pairs import read_moses, read_trees
+from data_prep.readers.file_pairs import read_listed, read_moses, read_trees
 from data_prep.readers.hub import read_hub
-from data_prep.readers.listed import read_listed
 from data_prep.readers.raw_text import (
     FILES_IGNORED,
     FOLDERS_IGNORED,
@@ -54,7 +57,6 @@ from data_prep.readers.raw_text import (
 from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
 from data_prep.settings import CorpusConfig
-from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
@@ -189,11 +191,7 @@ class SectionImport:
             stream.close()
 
     def add(self, lines: Iterable[CheckedLine], *, rest: Iterable[object] | None = None) -> None:
-        """Append the lines that are text, and quarantine the others; ``rest`` as in good_lines.
-
-        Raises:
-            DataError: The lines cannot be read.
-        """
+        """Append the lines that are text, and quarantine the others; ``rest`` as in good_lines."""
         good = good_lines(
             lines,
             self.section.sources,
@@ -224,10 +222,10 @@ class SectionImport:
         self._sample.offer(first, second)
 
     def end(self) -> ImportedSection:
-        """Return the counts, and check the languages of the sides unless the text was made here.
+        """Return the counts.
 
         Raises:
-            DataError: Too many lines are not text, or each side reads as the other's language.
+            DataError: Too many lines are not text, or both sides of found text are swapped.
         """
         section, sample = self.section, self._sample
         refuse_damaged(section.sources, self._counts)
@@ -254,11 +252,7 @@ class SectionImport:
 
 
 def import_all(importing: Importing, *, processes: int, mpi: bool) -> dict[int, ImportedSection]:
-    """Import all sections and return the counts of each by its number.
-
-    Raises:
-        DataError: A section cannot be read, has too many lines that are not text, or is swapped.
-    """
+    """Import all sections and return the counts of each by its number."""
     groups, found = section_groups(importing.raw), dict[int, ImportedSection]()
     can_spread = all(isinstance(one.lines, FilesInStep) for one in importing.raw.sections)
     if not groups or not can_spread or (processes == 1 and not mpi):

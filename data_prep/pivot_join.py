@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep.rules.duplicates import Digests, LineDigests, Numbers
+from data_prep.pair_rules import Digests, LineDigests, Numbers
 from pipeline.artifacts.corpus import aligned_lines, iterate_lines
 
 BLOCK_LINES = 2048

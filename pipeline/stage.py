@@ -26,8 +26,13 @@ from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
-from pipeline.config.recipe import Recipe, chosen_settings
-from pipeline.config.recorded import setting_changes, undeciding, without_settings
+from pipeline.config.recipe import (
+    Recipe,
+    chosen_settings,
+    setting_changes,
+    undeciding,
+    without_settings,
+)
 from pipeline.distributed.collectives import gather_objects
 from pipeline.errors import ConfigError
 
@@ -187,7 +192,6 @@ class StageCall:
 
         Raises:
             ConfigError: A rank was given other settings or inputs, as on a node with old files.
-            ArtifactError: A file is missing or damaged; the same error on all ranks.
         """
         digests = {name: record.digest for name, record in self.records.items()}
         given = gather_objects({**self.config, "inputs": digests})

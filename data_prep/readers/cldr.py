@@ -134,11 +134,7 @@ class PhraseSplits:
 
 
 def read_phrases(config: CorpusConfig) -> RawText:
-    """Make the phrases of all pairs of wanted languages.
-
-    Raises:
-        ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
-    """
+    """Make the phrases of all pairs of wanted languages."""
     cldr = check_languages(config.cldr)
     splits = _splits_of_pairs(make_phrases(cldr), cldr)
     wanted = wanted_codes(config.languages, [pair.split("-") for pair in splits])
@@ -152,11 +148,7 @@ def read_phrases(config: CorpusConfig) -> RawText:
 
 
 def make_phrases(config: CldrConfig) -> PhraseSplits:
-    """Make all phrases of a configuration, the same in every run.
-
-    Raises:
-        ConfigError: A language CLDR has no data for, or settings that contradict each other.
-    """
+    """Make all phrases of a configuration, the same in every run."""
     config = check_languages(config)
     held_out = held_out_clauses(config)
     everywhere = [
@@ -210,11 +202,7 @@ def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
 
 
 def check_languages(config: CldrConfig) -> CldrConfig:
-    """Return the configuration with canonical codes.
-
-    Raises:
-        ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
-    """
+    """Return the configuration with canonical codes; ConfigError for languages that do not fit."""
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
     zero_shot = tuple(canonical(code) for code in config.zero_shot)
     if not train_pairs:
@@ -289,33 +277,26 @@ def format_clause(clause: Clause, language: str) -> str:
 
 
 def format_part(part: Part, language: str) -> str:
-    """Format a value as Babel writes it in a language.
-
-    Raises:
-        ConfigError: CLDR lacks the name, unit or pattern in this language.
-    """
+    """Format a value as Babel writes it; ConfigError if CLDR lacks it in this language."""
     try:
         return _format_value(part, locale(language))
     except (KeyError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}. "
-            "Take this language out of corpus.cldr."
-        ) from error
+        raise _lacks(f"{part.template} {'/'.join(part.names)}", language) from error
 
 
 @lru_cache(maxsize=512)
 def locale(language: str) -> Locale:
-    """Return Babel's locale of a language.
-
-    Raises:
-        ConfigError: CLDR has none.
-    """
+    """Return Babel's locale of a language; ConfigError if CLDR has none."""
     try:
         return Locale.parse(_CLDR_LOCALES.get(language, language))
     except (UnknownLocaleError, ValueError) as error:
-        raise ConfigError(
-            f"Unicode CLDR has no locale for {language!r}. Take this language out of corpus.cldr."
-        ) from error
+        raise _lacks("locale", language) from error
+
+
+def _lacks(what: str, language: str) -> ConfigError:
+    return ConfigError(
+        f"Unicode CLDR has no {what} for {language!r}. Take this language out of corpus.cldr."
+    )
 
 
 def _distinct(random: Random, number: int, *, held_out: bool) -> list[Clause]:

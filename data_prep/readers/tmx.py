@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import NoReturn
 from xml.parsers import expat
 
-from data_prep.readers.multiway import (
+from data_prep.readers.raw_text import (
+    ONE_SIDED,
     MultiwayFile,
+    RawFile,
+    RawText,
+    Record,
+    find_files,
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks
@@ -57,12 +61,7 @@ _ENCODINGS = (
 
 
 def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of languages that share units of the files.
-
-    Raises:
-        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: A file is not TMX, declares entities, or has no unit in two languages.
-    """
+    """Read all pairs of languages that share units of the files."""
     files, left_out = find_files(raw, source="tmx", endings=("tmx",))
     surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
     return pair_up(surveyed, config, left_out=left_out)
@@ -71,11 +70,7 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def survey_file(
     file: RawFile, split: Split, config: CorpusConfig, *, left_out: Counter[str]
 ) -> MultiwayFile:
-    """Find which languages share a file's units, and count units with fewer than two.
-
-    Raises:
-        DataError: As ``iterate_units``.
-    """
+    """Find which languages share a file's units, and count units with fewer than two."""
     together: set[frozenset[str]] = set()
     for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):
         if len(unit.texts) < 2:
@@ -104,13 +99,17 @@ def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
         parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
         yield from parser.feed(block)
     if parser is None:
-        raise DataError(f"{path} is empty. Export the translation memory again.")
+        raise _unusable(f"{path} is empty")
     yield from parser.finish()
 
 
 def encoding_of(begin: bytes) -> str | None:
     """Return the encoding of a byte order mark; None leaves it to the declaration."""
     return next((name for mark, name in _ENCODINGS if begin.startswith(mark)), None)
+
+
+def _unusable(problem: str) -> DataError:
+    return DataError(f"{problem}. Export the translation memory again as TMX 1.4 in UTF-8.")
 
 
 class UnitParser:
@@ -137,11 +136,7 @@ class UnitParser:
         self._parser.SkippedEntityHandler = self._refuse_reference
 
     def feed(self, block: bytes) -> list[Record]:
-        """Return the units that end in this block.
-
-        Raises:
-            DataError: As for :func:`iterate_units`.
-        """
+        """Return the units that end in this block."""
         self._parse(block, is_last=False)
         self._fed += len(block)
         if self._fed - self._parser.CurrentByteIndex > LONGEST_TAG_BYTES:
@@ -150,11 +145,7 @@ class UnitParser:
         return units
 
     def finish(self) -> list[Record]:
-        """Return the units that the end of the file completes.
-
-        Raises:
-            DataError: The file is cut off.
-        """
+        """Return the units that the end of the file completes."""
         self._parse(b"", is_last=True)
         return self._units
 
@@ -162,14 +153,10 @@ class UnitParser:
         try:
             self._parser.Parse(block, is_last)
         except expat.ExpatError as error:
-            raise DataError(
-                f"{self._path}, line {error.lineno}, is not well-formed XML "
-                f"({expat.ErrorString(error.code)}). Export the translation memory again."
-            ) from error
+            fault = f"is not well-formed XML ({expat.ErrorString(error.code)})"
+            raise _unusable(f"{self._path}, line {error.lineno}, {fault}") from error
         except (LookupError, ValueError) as error:
-            raise DataError(
-                f"{self._path} is in an unknown encoding ({error}). Export it as UTF-8."
-            ) from error
+            raise _unusable(f"{self._path} is in an unknown encoding ({error})") from error
 
     def _root(self, name: str, attributes: dict[str, str]) -> None:
         del attributes
@@ -239,7 +226,4 @@ class UnitParser:
         self._refuse(f"it uses the entity {name[:40]!r}, which it does not declare")
 
     def _refuse(self, fault: str) -> NoReturn:
-        raise DataError(
-            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}. Export the translation "
-            "memory again as TMX 1.4."
-        )
+        raise _unusable(f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}")

@@ -152,11 +152,7 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
     """Yield what is in a folder and its subfolders and is no folder.
 
     Folders that are linked in count as folders, once each: by their own name if they are below the
-    root without a link, else by the first link.
-
-    Args:
-        root: The folder.
-        hidden: Whether to yield hidden entries and those of hidden folders, too.
+    root without a link, else by the first link. ``hidden`` also yields what is hidden.
     """
     seen: set[tuple[int, int]] = set()
     starts = deque([root])

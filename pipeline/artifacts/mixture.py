@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, is_synthetic, languages, line_counts
 from pipeline.config.settings import shown
-from pipeline.errors import ArtifactError
 
 MIXTURE_NAME = "mixture.json"
 SUM_TOLERANCE = 1e-6
@@ -69,11 +68,7 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
 
 
 def read_mixture(artifact: Artifact) -> Mixture:
-    """Return the phases of a mixture.
-
-    Raises:
-        ArtifactError: The file holds something else, or probabilities do not sum to 1.
-    """
+    """Return the phases of a mixture."""
     document = artifact.read_json(MIXTURE_NAME)
     first = document if isinstance(document, dict) else {}
     later = first.get("phases", [])
@@ -115,4 +110,4 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
-    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}. Run stage 'mix' again.")
+    raise artifact.refusal(f"{artifact.file(MIXTURE_NAME)} {problem}")

@@ -41,7 +41,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     unfinished_dirs,
 )
-from pipeline.config.recorded import (
+from pipeline.config.recipe import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
     STATES_SAVED,
@@ -99,11 +99,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
 
 
 def claim_run_folder(directory: Path, *, work: Work) -> None:
-    """Make a run folder, or mark an existing folder.
-
-    Raises:
-        ArtifactError: See :func:`refuse_run_folder`.
-    """
+    """Make a run folder, or mark an existing folder of this work."""
     refuse_run_folder(directory, work=work)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER_NAME).touch()
@@ -137,11 +133,7 @@ def _is_marked(directory: Path) -> bool:
 
 
 def set_aside(out_dir: Path) -> Path:
-    """Rename the output of a training stage and its run folder to a free place, and return it.
-
-    Raises:
-        ArtifactError: The folder there is foreign; nothing is renamed.
-    """
+    """Rename a training stage's output and run folder to a free place, and return it."""
     run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
     refuse_run_folder(run_folder, work="training")
     if os.path.lexists(out_dir):
@@ -218,12 +210,7 @@ def why_not_to_go_on(
     """Return the first difference that prevents training from resuming at a state; None if none.
 
     The machine, and the intervals of states and validation, may differ. The number of updates may
-    be any that is not below the updates done.
-
-    Args:
-        state: State to resume from.
-        config: Settings of the training that is to go on.
-        digests: Digests of its inputs; None if they are unchanged.
+    be any that is not below the updates done. ``digests`` of the inputs are None if unchanged.
     """
     noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
     change = describe_change(_of_every_update(noted), _of_every_update(wanted))

@@ -1,6 +1,6 @@
 """Declare the stages of the tasks on an XLM-R."""
 
-from pipeline.config.recorded import DECIDE_NOTHING
+from pipeline.config.recipe import DECIDE_NOTHING
 from pipeline.stage import Input, Stage
 
 STAGES = (
