@@ -76,7 +76,9 @@ def run(call: StageCall) -> None:
                 shards, checkpoint, families=families, sizes=sizes, config=config
             )
     with call.new_artifact() as writer:
-        writer.write_json(GROUPS_NAME, groups_document(grouping))
+        groups = {code: n for n, codes in enumerate(grouping.members.values()) for code in codes}
+        document = {"groups": groups, "names": [*grouping.members], "reasons": grouping.reasons}
+        writer.write_json(GROUPS_NAME, document)
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}
         }
@@ -241,17 +243,6 @@ def cosine_distance(first: Vector, second: Vector) -> float:
     """Return 1 - cos; 1 for a zero vector, which has no direction."""
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     return 1.0 - float(first @ second) / norms if norms else 1.0
-
-
-def groups_document(grouping: Grouping) -> dict[str, object]:
-    """Return the contents of ``groups.json``."""
-    return {
-        "groups": {
-            code: number for number, codes in enumerate(grouping.members.values()) for code in codes
-        },
-        "names": list(grouping.members),
-        "reasons": list(grouping.reasons),
-    }
 
 
 def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:

@@ -293,9 +293,7 @@ def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, Impo
             return import_records(importing, lines.file, numbers)
         with SectionImport(importing, number) as importer:
             raw = iter(lines)
-            importer.add(
-                checked_lines(raw, max_line_bytes=importing.config.max_line_bytes), rest=raw
-            )
+            importer.add(checked_lines(raw), rest=raw)
         found[number] = importer.end()
     return found
 
@@ -312,7 +310,7 @@ def import_records(
             sides[importer] = lines.spellings
     languages = {spellings for both in sides.values() for spellings in both}
     records = track(file.records(), label="import records")
-    for block in blocks_of(records, languages, max_line_bytes=importing.config.max_line_bytes):
+    for block in blocks_of(records, languages):
         for importer, (first, second) in sides.items():
             block.give(importer, first, second)
         if not file.is_surveyed:
@@ -332,7 +330,7 @@ class Block:
     """Records with text in one language of a pair but not in the other, over the pairs read."""
 
     def give(self, importer: SectionImport, first: Spellings, second: Spellings) -> None:
-        """Give the records with text in both languages, and malformed ones, to their section."""
+        """Give records with text in both languages, and malformed records, to their section."""
         one, other = self.texts[first], self.texts[second]
         with importer:
             if self.is_plain[first] and self.is_plain[second]:
@@ -350,9 +348,7 @@ class Block:
         return {name: {*map(type, texts)} == {str} for name, texts in self.texts.items()}
 
 
-def blocks_of(
-    records: Iterable[Record], languages: Collection[Spellings], *, max_line_bytes: int
-) -> Iterator[Block]:
+def blocks_of(records: Iterable[Record], languages: Collection[Spellings]) -> Iterator[Block]:
     """Yield the records of a file in blocks, with the texts in these languages."""
     block, num_bytes = Block({spellings: [] for spellings in languages}), 0
     for record in records:
@@ -365,7 +361,7 @@ def blocks_of(
             elif raw is None:
                 texts.append(None)
             else:
-                texts.append(checked(raw, is_first=is_first, max_line_bytes=max_line_bytes))
+                texts.append(checked(raw, is_first=is_first))
                 num_bytes += len(raw)
         if len(block.numbers) >= BLOCK_RECORDS or num_bytes >= BLOCK_BYTES:
             yield block

@@ -44,7 +44,7 @@ from data_prep.readers.raw_text import (
     same_text,
     source_of,
 )
-from data_prep.settings import MAX_LINE_BYTES, OutsideTestsConfig
+from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.raw_input import refuse_broken_link
@@ -115,7 +115,7 @@ class OutsideTests:
     spellings: dict[str, str]
     """Language → spelling in the files that are read."""
     other_versions: tuple[str, ...]
-    """Names of files that are not read because another one of the same language is."""
+    """Names of files that are not read because another file of the same language is."""
     not_wanted: int
     """Files of languages that were not asked for, or without another language of a pair."""
     ignored: int
@@ -152,7 +152,7 @@ def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> I
     """Read aligned files once, in step, and copy their good lines to all their pairs."""
     sources = [source_of(path, root) for path in files.paths.values()]
     found = ImportedFiles(files, LineCounts.for_sides(len(sources)))
-    lines = FilesInStep(tuple(files.paths.values()), MAX_LINE_BYTES)
+    lines = FilesInStep(tuple(files.paths.values()))
     with TemporaryDirectory(dir=writer.directory) as name:
         texts = {code: Path(name) / code for code in files.paths}
         with ExitStack() as stack:
@@ -161,7 +161,7 @@ def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> I
                 for path in texts.values()
             ]
             for line in good_lines(
-                checked_lines(lines, max_line_bytes=MAX_LINE_BYTES),
+                checked_lines(lines),
                 sources,
                 counts=found.counts,
                 quarantine_path=writer.path(QUARANTINE_NAME),

@@ -253,7 +253,7 @@ def all_emptied(corpus: Artifact, results: list[PairCounts]) -> list[str]:
 
 
 def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
-    """Summarize lines read and kept, too long ones, unknown tokens, emptied pairs, and words."""
+    """Summarize lines read, kept and too long, unknown tokens, emptied pairs, and words."""
     corpus, max_tokens = sharding.corpus, sharding.max_tokens
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}

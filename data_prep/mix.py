@@ -64,9 +64,11 @@ def run(call: StageCall) -> None:
         mixture = Mixture(tuple(phases))
         data = TrainingData(shards, mixture, recipe.batches, seed=recipe.training.seed)
         recipe = with_resolved_updates(recipe, data)
+    updates = recipe.training.updates
+    begins = [min(phase.from_update - 1, updates) for phase in phases]
     drawn = [
-        expected_draws(recipe, phase, sizes, updates=updates)
-        for phase, updates in zip(phases, updates_by_phase(recipe, phases), strict=True)
+        expected_draws(recipe, phase, sizes, updates=end - begin)
+        for phase, begin, end in zip(phases, begins, [*begins[1:], updates], strict=True)
     ]
     sentences = math.fsum(count for counts in drawn for count in counts.values())
     epochs = {
@@ -76,12 +78,12 @@ def run(call: StageCall) -> None:
     with call.new_artifact() as writer:
         writer.write_json(MIXTURE_NAME, to_json(phases, sizes))
         writer.statistics |= {
-            "updates": recipe.training.updates,
+            "updates": updates,
             "expected_sentences": sentences,
             "expected_epochs": epochs,
         }
         writer.summary += [
-            repeats(sizes, epochs, updates=recipe.training.updates, sentences=sentences),
+            repeats(sizes, epochs, updates=updates, sentences=sentences),
             *how_drawn(config, phases, capped),
         ]
         if left := sorted(emptied_pairs(shards)):
@@ -228,13 +230,6 @@ def _not_in_shards(setting: str, name: str, known: Sequence[str]) -> ConfigError
         f"{setting} names {name!r}, and the shards have no training lines of it. Choose from "
         f"{listed(known)}."
     )
-
-
-def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
-    """Return the number of the recipe's updates in each phase."""
-    updates = recipe.training.updates
-    begins = [min(phase.from_update - 1, updates) for phase in phases]
-    return [end - begin for begin, end in zip(begins, [*begins[1:], updates], strict=True)]
 
 
 def expected_draws(

@@ -1,7 +1,7 @@
 """Check raw lines: repair them, list others in the quarantine, and judge their languages.
 
-A sample says whether the two sides of a pair are in their languages. Scripts decide if the two
-languages are written in different ones. Otherwise langdetect decides, with a prior over the two
+A sample says whether the two sides of a pair are in their languages. Scripts decide where the two
+languages have different scripts. Otherwise langdetect decides, with a prior over the two
 languages; it is only loaded if it knows both. A pair of files counts as swapped if nearly all of
 the sample reads as the reverse pair.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from data_prep.readers.raw_text import LineSource, RawLine
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.languages import (
@@ -109,7 +110,7 @@ MALFORMED = Repair(reason="malformed")
 """Side of a record that does not have the form of its file."""
 
 
-def checked_lines(lines: Iterable[RawLine], *, max_line_bytes: int) -> Iterator[CheckedLine]:
+def checked_lines(lines: Iterable[RawLine]) -> Iterator[CheckedLine]:
     """Yield raw lines, each side decoded, checked and if necessary repaired."""
     for number, raws, is_malformed in lines:
         is_first = number == 1
@@ -117,26 +118,26 @@ def checked_lines(lines: Iterable[RawLine], *, max_line_bytes: int) -> Iterator[
             number,
             [MALFORMED] * len(raws)
             if is_malformed
-            else [checked(raw, is_first=is_first, max_line_bytes=max_line_bytes) for raw in raws],
+            else [checked(raw, is_first=is_first) for raw in raws],
         )
 
 
-def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Checked:
+def checked(raw: bytes, *, is_first: bool) -> Checked:
     """Return a text as it stands if it is plain, as nearly all are; else its repair."""
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
+        return _repair(raw, is_first=is_first)
     # str.splitlines splits at each of _SEPARATORS.
     if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or is_blank(text):
-        return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
-    return text if len(raw) <= max_line_bytes else Repair(reason="too_long")
+        return _repair(raw, is_first=is_first)
+    return text if len(raw) <= CorpusConfig.max_line_bytes else Repair(reason="too_long")
 
 
-def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
+def _repair(raw: bytes, *, is_first: bool) -> Repair:
     """Decode and repair one text, or say why it is none."""
     found = Repair()
-    if len(raw) > max_line_bytes:
+    if len(raw) > CorpusConfig.max_line_bytes:
         found.reason = "too_long"
         return found
     if is_first and raw.startswith(codecs.BOM_UTF8):

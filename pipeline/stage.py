@@ -59,7 +59,8 @@ def problem_of_name(name: str) -> str | None:
     if "/" not in name:
         fault = describe_name(name)
         return fault and f"the name {name!r} {fault}, and names become directories. Write another."
-    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
+    dashed = "-".join(filter(None, name.split("/"))) or "name"
+    return f"the name {name!r} has a slash, and names become directories. Write {dashed!r}."
 
 
 def named_path(name: str, path: Path | str) -> str:
@@ -71,11 +72,6 @@ def split_named_path(text: str) -> tuple[str, str]:
     """Return the name and the path of ``NAME=PATH``; an empty path if there is no "="."""
     name, _, path = text.replace(EQUALS, "\0").partition("=")
     return name.replace("\0", "="), path.replace("\0", EQUALS)
-
-
-def _without(name: str) -> str:
-    """Return the name with dashes in place of slashes."""
-    return "-".join(part for part in name.split("/") if part) or "name"
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,9 @@ def draw_clause(random: Random, *, held_out: bool) -> Clause:
         if any(is_reserved_pair(*pair) for pair in combinations(templates, 2)) == held_out:
             break
     parts = tuple(_draw_part(random, template, held_out=held_out) for template in templates)
-    return Clause(parts, joints=_draw_joints(random, size=size))
+    # From the outermost in, all different; ``and`` only joins the last two.
+    joints = sorted(random.sample(JOINTS, size - 1), key=JOINTS.index)
+    return Clause(parts, joints=tuple(joints))
 
 
 def format_clause(clause: Clause, language: str) -> str:
@@ -385,11 +387,6 @@ def _draw_names(random: Random, names: list[str]) -> tuple[str, ...]:
     return tuple(random.sample(names, random.choices((1, 2, 3), (1, 3, 1))[0]))
 
 
-def _draw_joints(random: Random, *, size: int) -> tuple[Joint, ...]:
-    """Draw different joints, from the outermost in; ``and`` only joins the last two."""
-    return tuple(sorted(random.sample(JOINTS, size - 1), key=JOINTS.index))
-
-
 def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
     wide = language in _WIDE_LANGUAGES
     match joint:
@@ -428,7 +425,14 @@ def _format_value(part: Part, where: Locale) -> str:
         case "short_quantity":
             return _format_quantity(names[0], numbers[0], ("short", "long"), where)
         case "named_amount":
-            return _format_named_amount(names[0], numbers[0] // 100, where)
+            return format_currency(
+                numbers[0] // 100,
+                names[0],
+                format="#,##0.##",
+                format_type="name",
+                currency_digits=False,
+                locale=where,
+            )
         case "amount":
             return format_currency(numbers[0] / 100, names[0], locale=where)
         case "percent":
@@ -462,14 +466,3 @@ def _format_quantity(
         if unit not in text:
             return text
     raise ValueError(f"no unit {unit}")
-
-
-def _format_named_amount(currency: str, number: int, where: Locale) -> str:
-    return format_currency(
-        number,
-        currency,
-        format="#,##0.##",
-        format_type="name",
-        currency_digits=False,
-        locale=where,
-    )

@@ -83,7 +83,7 @@ class FilePair:
     pair: NamedPair
     """Pair in the order of the files."""
 
-    def section(self, config: CorpusConfig) -> Section:
+    def section(self) -> Section:
         """Return the lines, in the order of the pair's languages; DataError if it has only one."""
         (code, spelling, one), (other_code, other_spelling, other) = sorted(
             zip(self.pair.codes, self.pair.spellings, self.files, strict=True),
@@ -96,7 +96,7 @@ class FilePair:
             languages=(code, other_code),
             spellings=(spelling, other_spelling),
             sources=(one.source(), other.source()),
-            lines=FilesInStep((one.path, other.path), config.max_line_bytes),
+            lines=FilesInStep((one.path, other.path)),
         )
 
 
@@ -131,7 +131,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     left_out["pairs_not_selected"] += len(folders) - len(chosen)
     found: dict[tuple[str, str], tuple[PairFolder, list[Section]]] = {}
     for folder, pair in chosen:
-        sections = [entry.section(config) for entry in _folder_files(folder, pair, left_out)]
+        sections = [entry.section() for entry in _folder_files(folder, pair, left_out)]
         key = sections[0].pair, folder.prefix
         first, known = found.setdefault(key, (folder, sections))
         if first is folder:
@@ -262,7 +262,7 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     for pair, of_name in zip(named, sides.values(), strict=True):
         if pair in wanted:
             one, other = (of_name[spelling] for spelling in pair.spellings)
-            sections.append(FilePair((one, other), one.split(), pair).section(config))
+            sections.append(FilePair((one, other), one.split(), pair).section())
     return RawText(sorted(sections, key=lambda section: section.pair), left_out=left_out)
 
 
@@ -316,7 +316,11 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
             "listed", f"corpus.files is empty. Name each file, as in files = {example}"
         )
     for entry in config.files:
-        _check_pair(entry)
+        first, _, second = entry.pair.partition("-")
+        if not is_pair_name(entry.pair) or first.lower() == second.lower():
+            raise ConfigError(
+                f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
+            )
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
     left_out = SkippedText(pairs_not_selected=len({*pairs} - wanted))
@@ -335,20 +339,12 @@ def _root(raw: RawInput | None) -> Path:
     return paths[0]
 
 
-def _check_pair(entry: ListedText) -> None:
-    first, _, second = entry.pair.partition("-")
-    if not is_pair_name(entry.pair) or first.lower() == second.lower():
-        raise ConfigError(
-            f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
-        )
-
-
 def _listed_section(
     root: Path, entry: ListedText, pair: NamedPair, config: CorpusConfig, left_out: Counter[str]
 ) -> Section:
     files = [_listed_file(root, path) for path in entry.paths]
     if len(files) == 2:
-        return FilePair((files[0], files[1]), entry.split, pair).section(config)
+        return FilePair((files[0], files[1]), entry.split, pair).section()
     opened = _open(files[0], entry, pair, config, left_out)
     return section_of_pair(opened, pair, config)
 
@@ -370,7 +366,7 @@ def _open(
     left_out: Counter[str],
 ) -> MultiwayFile:
     if file.ending == "tmx":
-        return survey_file(file, entry.split, config, left_out=left_out)
+        return survey_file(file, entry.split, left_out=left_out)
     if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
         return open_table(file, entry.split, config, pair=pair.spellings)
     raise DataError(

@@ -236,10 +236,10 @@ class FilesInStep:
     """
 
     paths: tuple[Path, ...]
-    max_line_bytes: int
 
     def __iter__(self) -> Iterator[RawLine]:
-        sides = [iterate_raw_lines(path, max_line_bytes=self.max_line_bytes) for path in self.paths]
+        longest = CorpusConfig.max_line_bytes
+        sides = [iterate_raw_lines(path, max_line_bytes=longest) for path in self.paths]
         for number, raws in enumerate(zip_longest(*sides), start=1):
             if None in raws:
                 short = raws.index(None)

@@ -83,18 +83,17 @@ def open_table(
     Raises:
         DataError: Nothing says the languages, or the first rows lack a column of them.
     """
-    max_line_bytes = config.max_line_bytes
     if next(iterate_blocks(file.path), b"").startswith(_UTF16):
         raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
-        columns = _find_columns(file, pair or file.pair(), max_line_bytes=max_line_bytes)
+        columns = _find_columns(file, pair or file.pair())
         languages = tuple(columns.spellings.values())
-        records = partial(iterate_rows, file, columns, max_line_bytes=max_line_bytes)
+        records = partial(iterate_rows, file, columns)
     else:
         names = _column_names(file, tuple(config.columns) or pair or file.pair(), config)
         languages = tuple(names)
-        records = partial(iterate_records, file, names, max_line_bytes=max_line_bytes)
+        records = partial(iterate_records, file, names)
     return MultiwayFile(
         file=file,
         split=split,
@@ -104,13 +103,13 @@ def open_table(
     )
 
 
-def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Iterator[Record]:
+def iterate_rows(file: RawFile, columns: Columns) -> Iterator[Record]:
     """Yield the rows of a TSV table; a row with a wrong number of cells, or too long, is malformed.
 
     A row is too long if it is longer than its cells may be together; such a row may be cut.
     """
-    longest = max_line_bytes * columns.width + columns.width
-    lines = _numbered_lines(file, max_line_bytes=longest)
+    longest = (CorpusConfig.max_line_bytes + 1) * columns.width
+    lines = _numbered_lines(file, longest=longest)
     for number, line in islice(lines, int(columns.has_header), None):
         cells = line.removesuffix(b"\r").split(b"\t")
         if len(cells) != columns.width or len(line) > longest:
@@ -126,9 +125,10 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
             )
 
 
-def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: RawFile, *, longest: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank with their numbers, from 1."""
-    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
+    longest = longest or CorpusConfig.max_line_bytes
+    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), 1):
         if b"\t" in line or not is_blank(line.decode(errors="replace")):  # a tab makes a row
             yield number, line
 
@@ -137,9 +137,9 @@ def _is_text(cell: bytes) -> bool:
     return cell != MISSING and not is_blank(cell.decode(errors="replace"))
 
 
-def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
+def _find_columns(file: RawFile, pair: tuple[str, str] | None) -> Columns:
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
-    _, first = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
+    _, first = next(_numbered_lines(file), (1, b""))
     text = first.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
     cells = [cell.strip() for cell in text.split("\t")]
     languages = {cell for cell in cells if is_language(cell)}
@@ -196,23 +196,21 @@ def _column_names(
             f"{file.path} is one JSON array. Write an object per line, for example by jq -c '.[]'."
         )
     if file.ending.startswith("csv"):
-        _, header = next(_numbered_lines(file, max_line_bytes=config.max_line_bytes), (1, b""))
+        _, header = next(_numbered_lines(file), (1, b""))
         marks = [mark for mark in (";", "\t", "|") if mark.encode() in header]
         if marks and b"," not in header:
             raise DataError(
                 f"{file.path} has {marks[0]!r} between its columns. Save it with commas."
             )
     columns = {language: config.columns.get(language, language) for language in languages}
-    rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
+    rows = _rows(file, columns.values())
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
     return columns
 
 
-def iterate_records(
-    file: RawFile, columns: Mapping[str, str], *, max_line_bytes: int
-) -> Iterator[Record]:
+def iterate_records(file: RawFile, columns: Mapping[str, str]) -> Iterator[Record]:
     """Yield the rows of a file with the texts that are not blank; ``columns`` is by language."""
-    for row in _rows(file, columns.values(), max_line_bytes=max_line_bytes):
+    for row in _rows(file, columns.values()):
         texts = None if row.cells is None else _texts(row.cells, columns)
         yield Record(row.line, texts or {}, is_malformed=texts is None)
 
@@ -256,20 +254,20 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
         )
 
 
-def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[TableRow]:
+def _rows(file: RawFile, columns: Iterable[str]) -> Iterator[TableRow]:
     match file.ending:
         case "parquet":
             rows = table_rows(file.path, {*columns, TRANSLATION})
             return (TableRow(number, dict(cells)) for number, cells in enumerate(rows, start=1))
         case "csv":
-            return _csv_rows(file, {*columns}, max_line_bytes=max_line_bytes)
+            return _csv_rows(file, {*columns})
         case _:
-            return _json_rows(file, max_line_bytes=max_line_bytes)
+            return _json_rows(file)
 
 
-def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
-    longest = _JSON_BYTES * max_line_bytes
-    for number, line in _numbered_lines(file, max_line_bytes=longest):
+def _json_rows(file: RawFile) -> Iterator[TableRow]:
+    longest = _JSON_BYTES * CorpusConfig.max_line_bytes
+    for number, line in _numbered_lines(file, longest=longest):
         yield TableRow(number, _json_object(line) if len(line) <= longest else None)
 
 
@@ -282,15 +280,13 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _csv_rows(
-    file: RawFile, columns: Collection[str], *, max_line_bytes: int
-) -> Iterator[TableRow]:
+def _csv_rows(file: RawFile, columns: Collection[str]) -> Iterator[TableRow]:
     """Yield the rows below the header; a quoted field may hold line ends.
 
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
     that is never closed would otherwise hide every line up to the next quote.
     """
-    raws = iterate_raw_lines(file.path, max_line_bytes=2 * max_line_bytes)
+    raws = iterate_raw_lines(file.path, max_line_bytes=2 * CorpusConfig.max_line_bytes)
     fresh = (f"{_decoded(raw)}\n" for raw in raws)
     again = deque[str]()
     record: list[str] = []

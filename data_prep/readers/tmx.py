@@ -63,16 +63,14 @@ _ENCODINGS = (
 def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of languages that share units of the files."""
     files, left_out = find_files(raw, source="tmx", endings=("tmx",))
-    surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
+    surveyed = [survey_file(file, file.split(), left_out=left_out) for file in files]
     return pair_up(surveyed, config, left_out=left_out)
 
 
-def survey_file(
-    file: RawFile, split: Split, config: CorpusConfig, *, left_out: Counter[str]
-) -> MultiwayFile:
+def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> MultiwayFile:
     """Find which languages share a file's units, and count units with fewer than two."""
     together: set[frozenset[str]] = set()
-    for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):
+    for unit in iterate_units(file.path):
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
@@ -81,31 +79,28 @@ def survey_file(
         file=file,
         split=split,
         together=together,
-        records=lambda: iterate_units(file.path, max_line_bytes=config.max_line_bytes),
+        records=lambda: iterate_units(file.path),
         is_surveyed=True,
     )
 
 
-def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
+def iterate_units(path: Path) -> Iterator[Record]:
     """Yield the units of a file with the texts that are not blank, by first line.
 
-    A text longer than ``max_line_bytes`` is cut a little beyond that.
+    A text longer than a line may be is cut a little beyond that.
 
     Raises:
         DataError: The file is not well-formed TMX, or declares entities.
     """
     parser: UnitParser | None = None
     for block in iterate_blocks(path):
-        parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
+        if parser is None:  # without a byte order mark, the declaration says the encoding
+            encoding = next((name for mark, name in _ENCODINGS if block.startswith(mark)), None)
+            parser = UnitParser(path, encoding)
         yield from parser.feed(block)
     if parser is None:
         raise _unusable(f"{path} is empty")
     yield from parser.finish()
-
-
-def encoding_of(begin: bytes) -> str | None:
-    """Return the encoding of a byte order mark; None leaves it to the declaration."""
-    return next((name for mark, name in _ENCODINGS if begin.startswith(mark)), None)
 
 
 def _unusable(problem: str) -> DataError:
@@ -115,8 +110,8 @@ def _unusable(problem: str) -> DataError:
 class UnitParser:
     """Parser that turns the bytes of one file into units."""
 
-    def __init__(self, path: Path, encoding: str | None, *, max_line_bytes: int) -> None:
-        self._path, self._max_bytes = path, max_line_bytes
+    def __init__(self, path: Path, encoding: str | None) -> None:
+        self._path, self._max_bytes = path, CorpusConfig.max_line_bytes
         self._fed = 0
         self._units: list[Record] = []
         self._unit_line = 0

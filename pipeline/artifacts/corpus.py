@@ -183,12 +183,13 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
         is_name = "/" not in pair and not any(map(describe_name, (first, second)))
         if not is_name or "-" in second or first >= second:
             _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
-        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+        if not isinstance(counts, dict) or not all(map(is_count, counts.values())):
             _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
     return dict(sorted(table.items()))
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Return whether a value of JSON is a whole number from 0 that fits 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 

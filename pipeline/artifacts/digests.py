@@ -29,13 +29,8 @@ MAX_THREADS = 4
 def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
     """Return size and digest of files, each read once."""
     sizes = [path.stat().st_size for path in paths]
-    records = zip(paths, sizes, file_digests(paths), strict=True)
+    records = zip(paths, sizes, _by_threads(_file_digest, paths), strict=True)
     return {path: FileRecord(size=size, sha256=digest) for path, size, digest in records}
-
-
-def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Return the digests of files, in their order."""
-    return _by_threads(_file_digest, paths)
 
 
 def are_intact(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:

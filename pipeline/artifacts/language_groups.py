@@ -4,6 +4,7 @@
 """
 
 from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import is_count
 from pipeline.config.settings import shown
 
 GROUPS_NAME = "groups.json"
@@ -17,7 +18,7 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
     """
     document = artifact.read_json(GROUPS_NAME)
     groups = document.get("groups") if isinstance(document, dict) else None
-    if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
+    if not isinstance(groups, dict) or not groups or not all(map(is_count, groups.values())):
         raise artifact.refusal(f"{artifact.file(GROUPS_NAME)} does not give languages a group each")
     numbers = set(groups.values())
     if numbers != set(range(len(numbers))):
@@ -26,7 +27,3 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
             f"to {len(numbers) - 1} is wanted"
         )
     return dict(sorted(groups.items()))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, is_synthetic, languages, line_counts
+from pipeline.artifacts.corpus import Direction, is_count, is_synthetic, languages, line_counts
 from pipeline.config.settings import shown
 
 MIXTURE_NAME = "mixture.json"
@@ -85,7 +85,7 @@ def read_mixture(artifact: Artifact) -> Mixture:
 
 def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
     begin, pairs = document.get("from_update"), document.get("pairs")
-    if not isinstance(begin, int) or isinstance(begin, bool) or not 1 <= begin < 2**63:
+    if not begin or not is_count(begin):
         _refuse(artifact, "has a phase that does not say from which update on")
     entries = dict(sorted(pairs.items())) if isinstance(pairs, dict) else {}
     probabilities = {

@@ -107,21 +107,14 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
-    _remove_stacks(directory)
-    for pattern in patterns:
-        for path in directory.glob(pattern):
-            path.unlink()
-    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
-        (directory / MARKER_NAME).unlink(missing_ok=True)
-        directory.rmdir()
-
-
-def _remove_stacks(directory: Path) -> None:
-    for pattern in STACK_FILES:
+    for pattern in (*STACK_FILES, *patterns):
         for path in directory.glob(pattern):
             path.unlink()
     with suppress(OSError):  # there is none, or it is not empty
         stacks_dir(directory).rmdir()
+    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
+        (directory / MARKER_NAME).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _is_marked(directory: Path) -> bool:

@@ -254,7 +254,9 @@ class Tokenizer:
                 "that ids do not tell words apart. Use a vocabulary of bytes or characters."
             )
         return tuple(
-            index for index, piece in pieces.items() if piece is None or is_white_space(piece)
+            index
+            for index, piece in pieces.items()
+            if piece is None or piece in WHITE_SPACE_BYTES or not piece.replace(SPACE, " ").strip()
         )
 
     def language_token_id(self, code: str) -> int:
@@ -329,11 +331,6 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((target_token,), (tokenizer.eos_id,))
         case "src-suffix-tgt":
             return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
-
-
-def is_white_space(piece: str) -> bool:
-    """Return whether a piece is only white space, in text or as a byte."""
-    return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:

@@ -453,7 +453,7 @@ def _unusable(text: str, problem: str) -> ConfigError:
 
 
 def _toml(line: str) -> dict[str, Any] | None:
-    """Return the one setting of a line of TOML; None if it is not TOML."""
+    """Return the only setting of a line of TOML; None if it is not TOML."""
     try:
         return tomllib.loads(line)
     except (ValueError, RecursionError):
@@ -502,7 +502,7 @@ DECIDE_WHICH_WEIGHTS = (
 )
 """Settings that change no update but decide which weights are kept, and how many.
 
-A run goes on when one of them changes; a finished model becomes another. ``training.best_by`` is
+A run goes on when such a setting changes; a finished model becomes another. ``training.best_by`` is
 not among them: with another value, the stored perplexity covers other pairs.
 """
 

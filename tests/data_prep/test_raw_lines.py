@@ -23,6 +23,7 @@ from data_prep.raw_lines import (
     script_of_language,
 )
 from data_prep.readers.raw_text import FilesInStep, source_of
+from data_prep.settings import CorpusConfig
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 
@@ -36,13 +37,11 @@ def read(
     counts, quarantine = LineCounts(), tmp_path / "quarantine.jsonl"
     quarantine.write_bytes(b"")
     sources = [source_of(path, tmp_path) for path in paths]
-    lines = checked_lines(FilesInStep(paths, max_line_bytes), max_line_bytes=max_line_bytes)
-    found = [
-        list(line)
-        for line in good_lines(
-            lines, sources, limit=limit, quarantine_path=quarantine, counts=counts
-        )
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CorpusConfig, "max_line_bytes", max_line_bytes)
+        lines = checked_lines(FilesInStep(paths))
+        good = good_lines(lines, sources, limit=limit, quarantine_path=quarantine, counts=counts)
+        found = [*map(list, good)]
     refuse_damaged(sources, counts)
     return found, counts, [json.loads(line) for line in quarantine.open(encoding="utf-8")]
 

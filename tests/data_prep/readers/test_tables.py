@@ -101,7 +101,7 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
 def test_a_block_holds_few_long_texts_and_many_short_ones() -> None:
     def sizes(text: bytes, records: int) -> list[int]:
         found = (Record(number, {"de": text}) for number in range(records))
-        blocks = import_corpus.blocks_of(found, [("de",)], max_line_bytes=10**7)
+        blocks = import_corpus.blocks_of(found, [("de",)])
         return [len(block.numbers) for block in blocks]
 
     assert sizes(b"x" * import_corpus.BLOCK_BYTES, 3) == [1, 1, 1]
@@ -484,7 +484,7 @@ def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> No
     text = "de\ten\n\neins\tone\n\t\n\u3000\n\u200b\t\u00ad\n"
     path = write(tmp_path, {"train.tsv": text}) / "train.tsv"
     columns = Columns({0: "de", 1: "en"}, width=2, has_header=True)
-    rows = iterate_rows(RawFile(path, "train.tsv"), columns, max_line_bytes=100)
+    rows = iterate_rows(RawFile(path, "train.tsv"), columns)
     assert [(row.line, row.texts) for row in rows] == [
         (3, {"de": b"eins", "en": b"one"}),
         (4, {}),
