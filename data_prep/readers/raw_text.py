@@ -279,10 +279,7 @@ class RawFile:
         """Return the split that its name says, else ``train``; DataError if it says several."""
         found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
         if len(found) > 1:
-            raise DataError(
-                f"{self.path} is named as {' and '.join(sorted(found))} text. Rename it with "
-                "a single split."
-            )
+            raise self._named_twice(f"{' and '.join(sorted(found))} text", "split")
         return found.pop() if found else "train"
 
     def pair(self) -> tuple[str, str] | None:
@@ -290,11 +287,11 @@ class RawFile:
         *folders, name = PurePosixPath(plain_name(self.name)).parts
         found = list(filter(is_pair_name, name.split("."))) or list(filter(is_pair_name, folders))
         if len({entry.lower() for entry in found}) > 1:
-            raise DataError(
-                f"{self.path} is named as text of {' and '.join(found)}. Rename it with a "
-                "single pair."
-            )
+            raise self._named_twice(f"text of {' and '.join(found)}", "pair")
         return spellings_of(found[0]) if found else None
+
+    def _named_twice(self, said: str, what: str) -> DataError:
+        return DataError(f"{self.path} is named as {said}. Rename it with a single {what}.")
 
     def source(self, side: str = "") -> LineSource:
         """Return the source of its lines, or of a side."""

@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep import raw_lines
@@ -76,6 +76,7 @@ def test_files_of_long_lines_are_refused(tmp_path: Path) -> None:
         read(tmp_path, (lines, lines), max_line_bytes=5)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(alphabet="ab \r\v\x85\u2028\0é\u200b\u00ad"), min_size=1, max_size=6),
     st.booleans(),
