@@ -88,11 +88,7 @@ def run(call: StageCall) -> None:
 
 
 def refuse_synthetic(corpus: Artifact) -> None:
-    """Refuse a corpus that has translations already.
-
-    Raises:
-        DataError: Names such a pair.
-    """
+    """Refuse a corpus that has translations already; the DataError names such a pair."""
     added = [pair for pair in pair_counts(corpus) if is_synthetic(pair)]
     if added:
         raise DataError(
@@ -124,11 +120,7 @@ class Translations:
     """The same translations, translated back."""
 
     def lines(self) -> Iterator[tuple[str, Hypothesis, float | None]]:
-        """Yield every line with its translation and the chrF++ of its round trip, if any.
-
-        Raises:
-            DataError: What was translated back are not these translations.
-        """
+        """Yield every line with its translation and the chrF++ of its round trip, if any."""
         found = translated_lines(self.translated, self.direction)
         if self.back is None:
             yield from ((text, hypothesis, None) for text, hypothesis in found)
@@ -158,9 +150,6 @@ def with_round_trips(
         systems: System → its translations.
         given: ``NAME`` or ``NAME@LANGUAGE`` → translations of system ``NAME``, translated back.
         config: Settings of the stage.
-
-    Raises:
-        DataError: A round trip is of no translations or not the only one, or one is missing.
     """
     found, used = [], set[str]()
     for system, translated in systems.items():
@@ -196,11 +185,7 @@ def add_lines(
     config: SyntheticConfig,
     left_out: Counter[str],
 ) -> tuple[int, int, int]:
-    """Append the lines of a direction that are good enough, and their provenance.
-
-    Returns:
-        Lines kept, and the characters of both sides.
-    """
+    """Append good lines of a direction and their provenance; return lines and characters."""
     pair, sides = marked_sides(translations.direction, config.use)
     lines, characters = 0, [0, 0]
     names = [*(text_name("train", pair, side) for side in sides), provenance_name(pair)]

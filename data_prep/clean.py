@@ -34,20 +34,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import compress, islice
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from data_prep.pivot_join import PivotedText, write_joined
-from data_prep.rules.duplicates import LineDigests
-from data_prep.rules.held_out import (
+from data_prep.held_out import (
     HELD_OUT_SPLITS,
     HeldOutRule,
     HeldOutSets,
     held_out_lines,
     held_out_sets,
 )
-from data_prep.rules.line_language import LanguageRule, line_identifier
-from data_prep.rules.pair_rules import RULES, SIDED_RULES, LengthRatios, PairRules, Rule, as_seen
+from data_prep.pair_rules import (
+    RULES,
+    SIDED_RULES,
+    LanguageRule,
+    LengthRatios,
+    LineDigests,
+    PairRules,
+    Rule,
+    as_seen,
+    line_identifier,
+)
+from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
@@ -92,11 +101,13 @@ def run(call: StageCall) -> None:
     line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(corpus, call.many("tests"))
     with call.new_artifact() as writer:
-        copy_held_out(corpus, writer)
+        for name in (name for split in HELD_OUT_SPLITS for name in corpus.names(f"{split}/")):
+            shutil.copyfile(corpus.file(name), writer.path(name))
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
         joined = joined_pairs(corpus, config, pivot=pivot)
-        scripts = scripts_of_languages(corpus)
+        noted = found_scripts(corpus)
+        scripts = {code: noted.get(code) or written_script(code) for code in languages(corpus)}
         cleaning = Cleaning(corpus, writer, config, pivot, scripts, held_out)
         found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
         results = list(track(found, label="clean", total=len(pairs) + len(joined)))
@@ -143,13 +154,13 @@ class DroppedSamples:
         codes = pair.split("-")
         cut = {code: side[:SHOWN_CHARACTERS] for code, side in zip(codes, text, strict=True)}
         broken = tuple(code for code, breaks in zip(codes, sides, strict=True) if breaks)
-        insort(ranked, (rank, DroppedLine(rule, pair, line, broken, cut)), key=_rank)
+        insort(ranked, (rank, DroppedLine(rule, pair, line, broken, cut)), key=itemgetter(0))
         del ranked[SAMPLES:]
 
     def add(self, other: "DroppedSamples") -> None:
         """Merge the sample of other lines into this one."""
         for rule, ranked in other.of_rule.items():
-            both = sorted([*self.of_rule.get(rule, []), *ranked], key=_rank)
+            both = sorted([*self.of_rule.get(rule, []), *ranked], key=itemgetter(0))
             self.of_rule[rule] = both[:SAMPLES]
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -157,10 +168,6 @@ class DroppedSamples:
         for rule in RULES:
             dropped = [one for _, one in self.of_rule.get(rule, [])]
             yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
-
-
-def _rank(ranked: Ranked) -> bytes:
-    return ranked[0]
 
 
 @dataclass
@@ -304,11 +311,7 @@ def _blocks(sources: tuple[Path, Path]) -> Iterator[Lines]:
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
-    """Refuse to make a corpus that has lost all training lines of all pairs.
-
-    Raises:
-        DataError: Names the rules that dropped them.
-    """
+    """Refuse to lose all training lines of all pairs; the DataError names the rules."""
     dropped: Counter[Rule] = Counter()
     for result in results:
         dropped += result.dropped
@@ -320,11 +323,7 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
 
 
 def joined_pairs(corpus: Artifact, config: CleanConfig, *, pivot: str) -> list[str]:
-    """Return the pairs to join over the pivot, sorted.
-
-    Raises:
-        DataError: One has training lines of its own, or the pivot has none with its languages.
-    """
+    """Return the pairs to join over the pivot, sorted; DataError if one cannot be joined."""
     trained, wanted = line_counts(corpus, "train"), []
     for name in config.joined_pairs:
         codes = name.split("-")
@@ -344,26 +343,10 @@ def joined_pairs(corpus: Artifact, config: CleanConfig, *, pivot: str) -> list[s
     return sorted(wanted)
 
 
-def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
-    """Copy validation and test text unchanged."""
-    for split in HELD_OUT_SPLITS:
-        for name in corpus.names(f"{split}/"):
-            shutil.copyfile(corpus.file(name), writer.path(name))
-
-
-def scripts_of_languages(corpus: Artifact) -> dict[str, str | None]:
-    """Return language → script, as found at import, else from its code or CLDR."""
-    found = found_scripts(corpus)
-    return {code: found.get(code) or written_script(code) for code in languages(corpus)}
-
-
 def clean_all(
     cleaning: Cleaning, pairs: list[str], joined: list[str], *, processes: int, mpi: bool = False
 ) -> Iterator[PairResult]:
-    """Yield the results in the order of the pairs, then of those to join.
-
-    Workers are spawned processes, or ranks.
-    """
+    """Yield the results in the order of the pairs, then of those to join."""
     if (processes == 1 and not mpi) or len(pairs) < 2:
         yield from map(cleaning.clean, pairs)
         yield from map(cleaning.join, joined)

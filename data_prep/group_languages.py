@@ -76,7 +76,9 @@ def run(call: StageCall) -> None:
                 shards, checkpoint, families=families, sizes=sizes, config=config
             )
     with call.new_artifact() as writer:
-        writer.write_json(GROUPS_NAME, groups_document(grouping))
+        groups = {code: n for n, codes in enumerate(grouping.members.values()) for code in codes}
+        document = {"groups": groups, "names": [*grouping.members], "reasons": grouping.reasons}
+        writer.write_json(GROUPS_NAME, document)
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}
         }
@@ -87,12 +89,7 @@ def run(call: StageCall) -> None:
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:
     """Return language → family; a language of unknown family gets a family of its own.
 
-    Args:
-        codes: Languages.
-        given: Language in any usual spelling → family; overrides the registry.
-
-    Raises:
-        ConfigError: A spelling is not a language code.
+    ``given``, language in any usual spelling → family, overrides the registry.
     """
     found = sorted(codes)
     named = {code: name for key, name in given.items() if (code := find_code(key, found))}
@@ -118,11 +115,7 @@ def by_family(families: Mapping[str, str]) -> Grouping:
 
 
 def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
-    """Take the groups of the paper for OPUS-100, with additions; empty groups are left out.
-
-    Raises:
-        ConfigError: A language is in no group.
-    """
+    """Take the paper's groups for OPUS-100, with additions; ConfigError for a language in none."""
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
     table |= extend
     names = {}
@@ -147,21 +140,17 @@ def by_embeddings(
     sizes: Mapping[str, int],
     config: GroupsConfig,
 ) -> Grouping:
-    """Merge families by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
-
-    Raises:
-        ConfigError: No checkpoint, or a language without a token in it.
-    """
+    """Merge families by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3)."""
     if checkpoint is None:
         raise ConfigError(
             "groups.method = 'embeddings' needs a dense model. Give its checkpoint as input "
             "'checkpoint', or set groups.method to 'typology' or 'paper'."
         )
-    clusters = family_clusters(
-        sizes,
-        embeddings=language_embeddings(checkpoint, languages(shards)),
-        families=families,
-    )
+    embeddings = language_embeddings(checkpoint, languages(shards))
+    clusters = [
+        join([Cluster((name,), (code,), sizes[code], embeddings[code]) for code in codes])
+        for name, codes in _collect(families).items()
+    ]
     corpus_size = sum(natural_lines(shards).values())
     # Round: a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
@@ -197,16 +186,6 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
             f"tokenizer has {tokenizer.size} ids. Name a checkpoint of a single run."
         )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
-
-
-def family_clusters(
-    sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector], families: Mapping[str, str]
-) -> list[Cluster]:
-    """Make one cluster per family."""
-    return [
-        join([Cluster((name,), (code,), sizes[code], embeddings[code]) for code in codes])
-        for name, codes in by_family(families).members.items()
-    ]
 
 
 def merge_closest(
@@ -264,17 +243,6 @@ def cosine_distance(first: Vector, second: Vector) -> float:
     """Return 1 - cos; 1 for a zero vector, which has no direction."""
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     return 1.0 - float(first @ second) / norms if norms else 1.0
-
-
-def groups_document(grouping: Grouping) -> dict[str, object]:
-    """Return the contents of ``groups.json``."""
-    return {
-        "groups": {
-            code: number for number, codes in enumerate(grouping.members.values()) for code in codes
-        },
-        "names": list(grouping.members),
-        "reasons": list(grouping.reasons),
-    }
 
 
 def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:

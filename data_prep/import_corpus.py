@@ -26,16 +26,19 @@ from data_prep.raw_lines import (
     REASONS,
     Checked,
     CheckedLine,
+    EvenSample,
     LineCounts,
+    are_swapped,
     checked,
     checked_lines,
+    code_warning,
     good_lines,
     refuse_damaged,
+    script_of_language,
 )
 from data_prep.readers.cldr import read_phrases
-from data_prep.readers.file_pairs import read_moses, read_trees
+from data_prep.readers.file_pairs import read_listed, read_moses, read_trees
 from data_prep.readers.hub import read_hub
-from data_prep.readers.listed import read_listed
 from data_prep.readers.raw_text import (
     FILES_IGNORED,
     FOLDERS_IGNORED,
@@ -54,7 +57,6 @@ from data_prep.readers.raw_text import (
 from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
 from data_prep.settings import CorpusConfig
-from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
@@ -189,11 +191,7 @@ class SectionImport:
             stream.close()
 
     def add(self, lines: Iterable[CheckedLine], *, rest: Iterable[object] | None = None) -> None:
-        """Append the lines that are text, and quarantine the others; ``rest`` as in good_lines.
-
-        Raises:
-            DataError: The lines cannot be read.
-        """
+        """Append the lines that are text, and quarantine the others; ``rest`` as in good_lines."""
         good = good_lines(
             lines,
             self.section.sources,
@@ -224,10 +222,10 @@ class SectionImport:
         self._sample.offer(first, second)
 
     def end(self) -> ImportedSection:
-        """Return the counts, and check the languages of the sides unless the text was made here.
+        """Return the counts.
 
         Raises:
-            DataError: Too many lines are not text, or each side reads as the other's language.
+            DataError: Too many lines are not text, or both sides of found text are swapped.
         """
         section, sample = self.section, self._sample
         refuse_damaged(section.sources, self._counts)
@@ -254,11 +252,7 @@ class SectionImport:
 
 
 def import_all(importing: Importing, *, processes: int, mpi: bool) -> dict[int, ImportedSection]:
-    """Import all sections and return the counts of each by its number.
-
-    Raises:
-        DataError: A section cannot be read, has too many lines that are not text, or is swapped.
-    """
+    """Import all sections and return the counts of each by its number."""
     groups, found = section_groups(importing.raw), dict[int, ImportedSection]()
     can_spread = all(isinstance(one.lines, FilesInStep) for one in importing.raw.sections)
     if not groups or not can_spread or (processes == 1 and not mpi):
@@ -299,9 +293,7 @@ def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, Impo
             return import_records(importing, lines.file, numbers)
         with SectionImport(importing, number) as importer:
             raw = iter(lines)
-            importer.add(
-                checked_lines(raw, max_line_bytes=importing.config.max_line_bytes), rest=raw
-            )
+            importer.add(checked_lines(raw), rest=raw)
         found[number] = importer.end()
     return found
 
@@ -318,7 +310,7 @@ def import_records(
             sides[importer] = lines.spellings
     languages = {spellings for both in sides.values() for spellings in both}
     records = track(file.records(), label="import records")
-    for block in blocks_of(records, languages, max_line_bytes=importing.config.max_line_bytes):
+    for block in blocks_of(records, languages):
         for importer, (first, second) in sides.items():
             block.give(importer, first, second)
         if not file.is_surveyed:
@@ -338,7 +330,7 @@ class Block:
     """Records with text in one language of a pair but not in the other, over the pairs read."""
 
     def give(self, importer: SectionImport, first: Spellings, second: Spellings) -> None:
-        """Give the records with text in both languages, and malformed ones, to their section."""
+        """Give records with text in both languages, and malformed records, to their section."""
         one, other = self.texts[first], self.texts[second]
         with importer:
             if self.is_plain[first] and self.is_plain[second]:
@@ -356,9 +348,7 @@ class Block:
         return {name: {*map(type, texts)} == {str} for name, texts in self.texts.items()}
 
 
-def blocks_of(
-    records: Iterable[Record], languages: Collection[Spellings], *, max_line_bytes: int
-) -> Iterator[Block]:
+def blocks_of(records: Iterable[Record], languages: Collection[Spellings]) -> Iterator[Block]:
     """Yield the records of a file in blocks, with the texts in these languages."""
     block, num_bytes = Block({spellings: [] for spellings in languages}), 0
     for record in records:
@@ -371,7 +361,7 @@ def blocks_of(
             elif raw is None:
                 texts.append(None)
             else:
-                texts.append(checked(raw, is_first=is_first, max_line_bytes=max_line_bytes))
+                texts.append(checked(raw, is_first=is_first))
                 num_bytes += len(raw)
         if len(block.numbers) >= BLOCK_RECORDS or num_bytes >= BLOCK_BYTES:
             yield block

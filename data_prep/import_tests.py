@@ -44,7 +44,7 @@ from data_prep.readers.raw_text import (
     same_text,
     source_of,
 )
-from data_prep.settings import MAX_LINE_BYTES, OutsideTestsConfig
+from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.raw_input import refuse_broken_link
@@ -115,7 +115,7 @@ class OutsideTests:
     spellings: dict[str, str]
     """Language → spelling in the files that are read."""
     other_versions: tuple[str, ...]
-    """Names of files that are not read because another one of the same language is."""
+    """Names of files that are not read because another file of the same language is."""
     not_wanted: int
     """Files of languages that were not asked for, or without another language of a pair."""
     ignored: int
@@ -149,14 +149,10 @@ def run(call: StageCall) -> None:
 
 
 def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> ImportedFiles:
-    """Read aligned files once, in step, and copy their good lines to all their pairs.
-
-    Raises:
-        DataError: The files have different numbers of lines, or are damaged.
-    """
+    """Read aligned files once, in step, and copy their good lines to all their pairs."""
     sources = [source_of(path, root) for path in files.paths.values()]
     found = ImportedFiles(files, LineCounts.for_sides(len(sources)))
-    lines = FilesInStep(tuple(files.paths.values()), MAX_LINE_BYTES)
+    lines = FilesInStep(tuple(files.paths.values()))
     with TemporaryDirectory(dir=writer.directory) as name:
         texts = {code: Path(name) / code for code in files.paths}
         with ExitStack() as stack:
@@ -165,7 +161,7 @@ def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> I
                 for path in texts.values()
             ]
             for line in good_lines(
-                checked_lines(lines, max_line_bytes=MAX_LINE_BYTES),
+                checked_lines(lines),
                 sources,
                 counts=found.counts,
                 quarantine_path=writer.path(QUARANTINE_NAME),
@@ -242,13 +238,7 @@ def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
 
 
 def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> OutsideTests:
-    """Find the test sets in a folder by the names of its files.
-
-    Raises:
-        ConfigError: A wanted language or pivot is missing, or no pair is left.
-        DataError: There is no layout or more than one, a side of a pair is missing, or two files
-            are the same text.
-    """
+    """Find the test sets in a folder by the names of its files."""
     if not root.is_dir():
         raise no_folder(root, f"a folder with {LAYOUTS}")
     paths = list(_files(root, depth=DEPTH))
@@ -298,11 +288,7 @@ def describe_file(path: Path) -> SetFile | None:
 
 
 def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:
-    """Return the files of the wanted languages, in any usual spelling; all if none is named.
-
-    Raises:
-        ConfigError: A wanted language has no file.
-    """
+    """Return the files of the wanted languages, in any usual spelling; all if none is named."""
     if not wanted:
         return list(files)
     codes = _codes(files)
@@ -357,12 +343,7 @@ def _several(names: Sequence[str]) -> DataError:
 def _align(
     files: Sequence[SetFile], codes: dict[str, str], config: OutsideTestsConfig, pivot: str
 ) -> tuple[list[SetFile], list[AlignedFiles]]:
-    """Return the files to read, aligned per split, and per pair if their names have one.
-
-    Raises:
-        ConfigError: There is no file of the pivot.
-        DataError: Files are of several test sets, two are one text, or a side is missing.
-    """
+    """Return the files to read, aligned per split, and per pair if their names have one."""
     versions: dict[tuple[Split, tuple[str, ...]], dict[str, list[SetFile]]] = {}
     for file in files:
         pair = tuple(sorted({codes[spelling] for spelling in file.pair or ()}))

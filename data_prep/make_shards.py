@@ -149,16 +149,14 @@ def run(call: StageCall) -> None:
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
         writer.summary += summary(sharding, results)
-        remove_work(work_dir)
+        _remove_pairs(work_dir)  # all shards are part of the artifact now
+        remove_files(work_dir, [IDENTITY_FILE])
 
 
 def make_pairs(
     sharding: Sharding, jobs: list[PairWork], *, processes: int, mpi: bool
 ) -> list[FinishedPair]:
-    """Return the shards of every pair by name; finished pairs are not made again.
-
-    After a failure no further pair begins.
-    """
+    """Return the shards of every pair by name; after a failure no further pair begins."""
     known = {job.pair: read_finished(job.out_dir) for job in jobs}
     made = {name: pair for name, pair in known.items() if pair is not None}
     missing = [job for job in jobs if job.pair not in made]
@@ -184,11 +182,7 @@ def take_files(finished: list[FinishedPair], writer: ArtifactWriter, *, work_dir
 
 
 def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Path) -> None:
-    """Refuse a tokenizer that lacks a token for a language of the corpus.
-
-    Raises:
-        ConfigError: Names the languages.
-    """
+    """Refuse a tokenizer that lacks a token for a language of the corpus."""
     missing = sorted(set(languages(corpus)) - set(tokenizer.languages))
     if missing:
         raise ConfigError(
@@ -200,11 +194,7 @@ def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Pa
 def check_training_lines(
     corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
 ) -> None:
-    """Refuse a corpus without training lines that are short enough.
-
-    Raises:
-        DataError: There are none at all, or all are too long.
-    """
+    """Refuse a corpus without training lines that are short enough."""
     if not line_counts(corpus, "train"):
         raise DataError(f"{corpus.directory} has no training lines. Import a corpus that has.")
     if not any(counts.kept["train"] for counts in results):
@@ -240,7 +230,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "too_long": {counts.pair: counts.too_long for counts in results},
         "too_long_sides": {counts.pair: counts.too_long_sides for counts in results},
         "unknown_share": unknown_shares(results),
-        "emptied": sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)),
+        "emptied": all_emptied(corpus, results),
         "imported": imported_statistics(corpus),
         OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
@@ -255,16 +245,15 @@ def unknown_shares(results: list[PairCounts]) -> dict[str, float]:
     return {code: unknown[code] / max(tokens[code], 1) for code in sorted(tokens)}
 
 
-def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
-    """Return the pairs with training lines of which none is short enough."""
+def all_emptied(corpus: Artifact, results: list[PairCounts]) -> list[str]:
+    """Return the pairs that lost all training lines, here or before."""
     expected = line_counts(corpus, "train")
-    return {
-        counts.pair for counts in results if counts.pair in expected and not counts.kept["train"]
-    }
+    newly = {one.pair for one in results if one.pair in expected and not one.kept["train"]}
+    return sorted(emptied_pairs(corpus) | newly)
 
 
 def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
-    """Summarize lines read and kept, too long ones, unknown tokens, emptied pairs, and words."""
+    """Summarize lines read, kept and too long, unknown tokens, emptied pairs, and words."""
     corpus, max_tokens = sharding.corpus, sharding.max_tokens
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}
@@ -283,7 +272,7 @@ def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
     shares = sorted(unknown_shares(results).items(), key=lambda item: (-item[1], item[0]))
     if unknown := [f"{code} {share:.2%}" for code, share in shares if share > 0]:
         lines.append(f"tokens not in the vocabulary: {listed(unknown)}")
-    if emptied := sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)):
+    if emptied := all_emptied(corpus, results):
         lines.append(f"no training data left: {listed(emptied)}")
     if words:
         segmenters = sharding.tokenizer.segmenters
@@ -304,26 +293,12 @@ def pair_folder(work_dir: Path, pair: str) -> Path:
 
 
 def claim_work(work_dir: Path, *, key: str) -> None:
-    """Make the run folder, or take over the folder of the same shards; others are emptied first.
-
-    Args:
-        work_dir: Run folder.
-        key: Key of the shards to make.
-
-    Raises:
-        ArtifactError: Another folder is in the way.
-    """
+    """Make the run folder, or take over the folder of the shards of this key; empty any other."""
     claim_run_folder(work_dir, work="sharding")
     identity, content = work_dir / IDENTITY_FILE, to_json({"key": key})
     if not identity.exists() or identity.read_text(encoding="utf-8") != content:
         _remove_pairs(work_dir)
         identity.write_text(content, encoding="utf-8")
-
-
-def remove_work(work_dir: Path) -> None:
-    """Remove the run folder: its shards are all part of the artifact."""
-    _remove_pairs(work_dir)
-    remove_files(work_dir, [IDENTITY_FILE])
 
 
 def _remove_pairs(work_dir: Path) -> None:
@@ -361,13 +336,7 @@ def shard_pair(sharding: Sharding, job: PairWork) -> FinishedPair:
 def shard_split(
     sharding: Sharding, job: PairWork, split: ShardSplit, counts: PairCounts
 ) -> list[str]:
-    """Encode one split, both sides in step, and add to the pair's counts; return names of files.
-
-    The files are on disk.
-
-    Raises:
-        ArtifactError: The sides differ in their number of lines.
-    """
+    """Encode one split and add to the pair's counts; return the names of its files, now on disk."""
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -445,11 +414,7 @@ def _begins(sharding: Sharding, lines: list[str], *, side: str) -> list[npt.NDAr
 def line_pairs(
     corpus: Artifact, pair: str, split: ShardSplit
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield chunks of both sides' lines, aligned by number.
-
-    Raises:
-        ArtifactError: One side ends before the other.
-    """
+    """Yield chunks of both sides' lines, aligned by number."""
     first: list[str] = []
     second: list[str] = []
     characters = 0

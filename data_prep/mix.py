@@ -24,7 +24,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.shards import MIXTURE_NAME, Mixture, Phase
 from pipeline.config.recipe import Recipe
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import capped_shares, temperature_probabilities
 from pipeline.terminal import counted, listed
@@ -48,19 +48,6 @@ class PairSize:
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """Pair or direction, as the temperature sees it.
-
-    Attributes:
-        amount: Its size in sentences or target tokens.
-        per_draw: Mean size of a draw, in the same unit.
-    """
-
-    amount: int
-    per_draw: float
-
-
 def run(call: StageCall) -> None:
     """Weigh the pairs and write the mixture, with the epochs of the planned updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
@@ -77,9 +64,11 @@ def run(call: StageCall) -> None:
         mixture = Mixture(tuple(phases))
         data = TrainingData(shards, mixture, recipe.batches, seed=recipe.training.seed)
         recipe = with_resolved_updates(recipe, data)
+    updates = recipe.training.updates
+    begins = [min(phase.from_update - 1, updates) for phase in phases]
     drawn = [
-        expected_draws(recipe, phase, sizes, updates=updates)
-        for phase, updates in zip(phases, updates_by_phase(recipe, phases), strict=True)
+        expected_draws(recipe, phase, sizes, updates=end - begin)
+        for phase, begin, end in zip(phases, begins, [*begins[1:], updates], strict=True)
     ]
     sentences = math.fsum(count for counts in drawn for count in counts.values())
     epochs = {
@@ -89,12 +78,12 @@ def run(call: StageCall) -> None:
     with call.new_artifact() as writer:
         writer.write_json(MIXTURE_NAME, to_json(phases, sizes))
         writer.statistics |= {
-            "updates": recipe.training.updates,
+            "updates": updates,
             "expected_sentences": sentences,
             "expected_epochs": epochs,
         }
         writer.summary += [
-            repeats(sizes, epochs, updates=recipe.training.updates, sentences=sentences),
+            repeats(sizes, epochs, updates=updates, sentences=sentences),
             *how_drawn(config, phases, capped),
         ]
         if left := sorted(emptied_pairs(shards)):
@@ -102,19 +91,14 @@ def run(call: StageCall) -> None:
 
 
 def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
-    """Return pair → amount of training text.
-
-    Raises:
-        ArtifactError: The statistics do not say how many tokens a pair has.
-    """
+    """Return pair → amount of training text."""
     tokens = pair_counts(shards, "tokens")
     found = {}
     for pair, lines in line_counts(shards, "train").items():
         sides = [tokens.get(pair, {}).get(code) for code in pair.split("-")]
         if not any(sides) or None in sides:
-            raise ArtifactError(
-                f"The statistics of {shards.directory} do not say how many tokens {pair} has. Run "
-                "make_shards again."
+            raise shards.refusal(
+                f"The statistics of {shards.directory} do not say how many tokens {pair} has"
             )
         found[pair] = PairSize(lines, *(count or 0 for count in sides))
     return found
@@ -123,17 +107,13 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
 def weigh(
     sizes: Mapping[str, PairSize], config: MixtureConfig, phase: PhaseConfig
 ) -> tuple[Phase, list[str]]:
-    """Return the probabilities of a phase, and the pairs or directions that were capped.
-
-    Raises:
-        ConfigError: The phase names a pair that has no training lines.
-    """
+    """Return the probabilities of a phase, and the pairs or directions that were capped."""
     weighed = {
         name: one
         for pair in pairs_of(phase, sizes)
         for name, one in weighed_parts(pair, sizes[pair], config).items()
     }
-    amounts = {name: one.amount for name, one in weighed.items()}
+    amounts = {name: amount for name, (amount, _) in weighed.items()}
     shares = temperature_probabilities(
         amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
     )
@@ -147,7 +127,7 @@ def weigh(
         grown = {name: shares[name] / share for name, share in before.items() if share}
         capped = [name for name in grown if grown[name] < max(grown.values()) * (1 - 1e-9)]
     # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
-    draws = {name: shares[name] / weighed[name].per_draw for name in shares}
+    draws = {name: shares[name] / weighed[name][1] for name in shares}
     total = math.fsum(draws.values())
     drawn = {name: draw / total for name, draw in draws.items()}
     return _as_phase(phase.from_update, sizes, drawn, config), capped
@@ -189,27 +169,25 @@ def _as_phase(
     return Phase(from_update, probabilities, forward)
 
 
-def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
-    """Return a pair, or its two directions, by name, in lines or in tokens of the target."""
+def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, tuple[int, float]]:
+    """Return a pair, or its directions, by name: size and mean size of a draw.
+
+    Both are in lines or in tokens of the target.
+    """
     ways = drawn_directions(pair, config)
     parts = {pair: ways} if config.sampling_over == "pairs" else {str(way): [way] for way in ways}
     if config.sampling_unit == "sentences":
-        return {name: Weighed(size.lines, 1.0) for name in parts}
+        return dict.fromkeys(parts, (size.lines, 1.0))
     there, back = directions_of(pair)
     targets = {there: size.second_tokens, back: size.first_tokens}
     tokens = {name: max(sum(targets[way] for way in of), 1) for name, of in parts.items()}
     return {
-        name: Weighed(tokens[name], tokens[name] / (len(of) * size.lines))
-        for name, of in parts.items()
+        name: (tokens[name], tokens[name] / (len(of) * size.lines)) for name, of in parts.items()
     }
 
 
 def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
-    """Return the directions of a pair that the settings allow.
-
-    Raises:
-        ConfigError: They allow none.
-    """
+    """Return the directions of a pair that the settings allow; ConfigError if they allow none."""
     ways = [way for way in directions_of(pair) if way.suits_marks]
     into = config.targets
     found = [way for way in ways if not into or language_of(way.target) in into]
@@ -224,11 +202,7 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
 
 
 def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
-    """Refuse settings for text that the shards do not have.
-
-    Raises:
-        ConfigError: No pair has a target, or no pair has a side that a machine wrote.
-    """
+    """Refuse settings for text that the shards do not have."""
     known = {language_of(side) for pair in sizes for side in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
     if unknown:
@@ -242,11 +216,7 @@ def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
 
 
 def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
-    """Return the pairs that a phase draws, sorted.
-
-    Raises:
-        ConfigError: A pair has no training lines.
-    """
+    """Return the pairs that a phase draws, sorted; ConfigError if one has no training lines."""
     named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
     unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
     if unknown:
@@ -260,13 +230,6 @@ def _not_in_shards(setting: str, name: str, known: Sequence[str]) -> ConfigError
         f"{setting} names {name!r}, and the shards have no training lines of it. Choose from "
         f"{listed(known)}."
     )
-
-
-def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
-    """Return the number of the recipe's updates in each phase."""
-    updates = recipe.training.updates
-    begins = [min(phase.from_update - 1, updates) for phase in phases]
-    return [end - begin for begin, end in zip(begins, [*begins[1:], updates], strict=True)]
 
 
 def expected_draws(

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep.rules.duplicates import Digests, LineDigests, Numbers
+from data_prep.pair_rules import Digests, LineDigests, Numbers
 from pipeline.artifacts.corpus import aligned_lines, iterate_lines
 
 BLOCK_LINES = 2048
@@ -48,7 +48,7 @@ def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, P
                 return
             if number < following[0]:
                 continue
-            translation, its_pivot = stored.line_at(following[1])
+            translation, its_pivot = (stored.read(side, following[1]) for side in (0, 1))
             if its_pivot == pivot:  # else two pivot lines have one digest
                 one.write(text + "\n")
                 other.write(translation + "\n")
@@ -120,12 +120,8 @@ class StoredLines:
         self._streams = first, second
         self._starts = [array("q", islice(_starts(one), 0, None, STEP)) for one in self._streams]
 
-    def line_at(self, number: int) -> tuple[str, str]:
-        """Return both sides of a line."""
-        first, second = (self._read(side, number) for side in (0, 1))
-        return first, second
-
-    def _read(self, side: int, number: int) -> str:
+    def read(self, side: int, number: int) -> str:
+        """Return one side of a line."""
         stream = self._streams[side]
         stream.seek(self._starts[side][number // STEP])
         for _ in range(number % STEP):

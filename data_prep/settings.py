@@ -43,7 +43,7 @@ class CldrConfig(Settings):
 
 
 class ListedText(Settings):
-    """Text of one split of one pair (``data_prep/readers/listed.py``)."""
+    """Text of one split of one pair (``data_prep/readers/file_pairs.py``)."""
 
     split: Literal["train", "valid", "test"] = "train"
     pair: str

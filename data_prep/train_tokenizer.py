@@ -159,12 +159,7 @@ def run(call: StageCall) -> None:
 
 
 def extend(call: StageCall) -> None:
-    """Write the base with tokens and pieces of the corpus's languages that it lacks.
-
-    Raises:
-        ConfigError: The base lacks none of them, or cannot have more pieces, or the recipe asks for
-            another kind of vocabulary.
-    """
+    """Write the base with tokens and pieces of the corpus's languages that it lacks."""
     corpus, base = call.artifacts["corpus"], call.artifacts["base"]
     files = read_tokenizer_files(tokenizer_folder(base))
     added = [code for code in languages(corpus) if code not in files.description.languages]
@@ -203,14 +198,7 @@ def write_vocabulary(
     *,
     config: TokenizerConfig,
 ) -> None:
-    """Write the files, with statistics of the sample, the memory in bytes and the vocabulary.
-
-    Args:
-        writer: Tokenizer to write.
-        files: Vocabulary.
-        samples: Text that its models were trained on; none for bytes.
-        config: Settings.
-    """
+    """Write the files, with statistics of the samples, the memory in bytes and the vocabulary."""
     files.write(writer.directory)
     tokenizer, token_of = files.build(), files.description.language_token
     writer.statistics |= {
@@ -237,11 +225,7 @@ def refuse_other_base(
     config: TokenizerConfig,
     added: Sequence[str],
 ) -> None:
-    """Refuse a base that cannot be extended as the recipe asks.
-
-    Raises:
-        ConfigError: Says why.
-    """
+    """Refuse a base that cannot be extended as the recipe asks."""
     if files.description.kind != "sentencepiece" or files.target_model is not None:
         raise ConfigError(
             f"{base.directory} is not one SentencePiece vocabulary of text, and no other can be "
@@ -268,12 +252,7 @@ def _kind_of_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
 
 
 def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
-    """Return one vocabulary for all languages, or two: the source's, then the target's.
-
-    Raises:
-        ConfigError: The target languages are not in the corpus, or are all of its languages.
-        DataError: One side has no training lines.
-    """
+    """Return one vocabulary for all languages, or two: the source's, then the target's."""
     present, own = languages(corpus), config.target_languages
     if not own:
         return [Side(frozenset(present), "vocabulary_size", config.vocabulary_size)]
@@ -305,16 +284,12 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
 def draw_sample(
     corpus: Artifact, *, config: TokenizerConfig, among: frozenset[str] | None = None
 ) -> Sample:
-    """Return the sample that the settings ask for; its lines are read on iteration.
+    """Return the sample that the settings ask for, of all languages or ``among`` some.
 
-    Args:
-        corpus: Corpus to draw from.
-        config: Settings of the tokenizer.
-        among: Languages to draw from; None for all.
+    Its lines are read on iteration.
 
     Raises:
         ConfigError: The memory allows no line.
-        DataError: The corpus has no training lines.
     """
     every = lines_per_language(corpus)
     line_bytes = bytes_per_line(corpus, every)
@@ -338,24 +313,14 @@ def draw_sample(
 
 
 def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float]) -> int:
-    """Predict the memory that SentencePiece takes for training, in bytes.
-
-    Args:
-        quotas: Language → lines.
-        line_bytes: Language → mean size of a line in UTF-8.
-    """
+    """Predict the bytes of memory that SentencePiece takes for these lines of these mean sizes."""
     text = sum(quota * line_bytes[code] for code, quota in quotas.items())
     lines = sum(quotas.values())
     return math.ceil(MEMORY_AT_LEAST + lines * MEMORY_PER_LINE + text * MEMORY_PER_BYTE)
 
 
 def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, float]:
-    """Return language → mean size of a training line in UTF-8, without languages that have none.
-
-    Args:
-        corpus: Corpus that says the sizes of its files.
-        totals: Language → training lines.
-    """
+    """Return language → mean bytes of a training line, without languages that have none."""
     sizes = dict.fromkeys(totals, 0)
     for pair in line_counts(corpus, "train"):
         for code in totals.keys() & pair.split("-"):
@@ -370,9 +335,6 @@ def sample_quotas(
 
     The lines that a small language lacks are shared among the others in proportion. The sum is at
     most ``sample_lines``; it is lower by rounding, or if there are no more lines.
-
-    Raises:
-        DataError: No language has any lines.
     """
     left = {code: total for code, total in sorted(totals.items()) if total}
     quotas: dict[str, int] = {}
@@ -404,11 +366,7 @@ def draw(
 
 
 def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) -> bytes:
-    """Return a serialized SentencePiece model, deterministic for sample and settings.
-
-    Raises:
-        ConfigError: The vocabulary is too large, or too small, for the sample.
-    """
+    """Return a serialized SentencePiece model, deterministic for sample and settings."""
     model = io.BytesIO()
     failures: list[BaseException] = []
     tracked = track(sample, label="sample lines", total=sum(sample.quotas.values()))

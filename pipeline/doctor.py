@@ -176,11 +176,7 @@ def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
 
 
 def _compare(*, extra: str) -> tuple[list[str], list[str]]:
-    """Return problems of the packages that an extra adds, and the versions that are right.
-
-    Args:
-        extra: name of an extra of the package; empty: what is always needed.
-    """
+    """Return problems of the packages that an extra (empty: none) adds, and the right versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -386,10 +382,7 @@ class Facts:
 def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) -> Judgment:
     """Run all rounds; every rank calls this, and all get rank 0's judgment.
 
-    Args:
-        world: this process's place.
-        out_dir: the output of the stage that is to start; the folder that holds it is tried.
-        patience: seconds to wait for ranks and for files.
+    The folder that holds ``out_dir`` is tried. Ranks and files are waited for ``patience`` seconds.
 
     Raises:
         UserError: rank 0 cannot be reached, or its port is taken.
@@ -701,11 +694,7 @@ def judge_sharing(found: Sequence[Mapping[str, Any]]) -> Judgment:
 
 
 def _exchange(rounds: Rounds) -> None:
-    """Reduce over all ranks.
-
-    Raises:
-        ConfigError: ranks cannot connect, or the sum is wrong.
-    """
+    """Reduce over all ranks; ConfigError if they cannot connect or the sum is wrong."""
     import torch
     from torch import distributed as dist
 

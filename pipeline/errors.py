@@ -82,22 +82,16 @@ def nearest_names(
 ) -> list[str]:
     """Return up to ``most`` of the known names that are spelled most like ``name``, best first.
 
-    Args:
-        name: what the user wrote.
-        known: the names there are; the order of the alphabet decides among equally near names.
-        most: how many to return.
-        cutoff: least similarity, from 0 to 1, as ``difflib`` computes it.
+    The alphabet decides among equally near names. ``cutoff`` is the least similarity, from 0 to 1,
+    as ``difflib`` computes it.
     """
     return get_close_matches(name[:_LONGEST], sorted(set(known)), n=most, cutoff=cutoff)
 
 
 def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
-    """Return ``. Did you mean …?``, or the known names if none is near.
+    """Return ``. Did you mean …?``, or the known names in their order if none is near.
 
-    Args:
-        name: what the user wrote.
-        known: the names there are, in the order in which they are listed.
-        otherwise: what else the user may do, ``or give a path``.
+    ``otherwise`` is what else the user may do, ``or give a path``.
     """
     if near := nearest_names(name, known):
         return f". Did you mean {near[0]!r}?"

@@ -155,14 +155,18 @@ def parse_tag(code: str) -> LanguageTag:
     if tag := _tag(code):
         return tag
     if named := code_of_name(code):
-        raise ConfigError(
-            f"{code!r} is the name of a language where its code is wanted. Write {named!r}."
-        )
+        raise _is_name(code, named)
     near = ", ".join(nearest_codes(code.strip(), [*_FAMILY_OF, *ALIASES]))
     raise ConfigError(
         f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
         f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
         f"{near or 'none'})."
+    )
+
+
+def _is_name(name: str, code: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} is the name of a language where its code is wanted. Write {code!r}."
     )
 
 
@@ -184,9 +188,6 @@ def canonical(code: str) -> str:
     """Return the code of a language for any usual spelling, without script and region.
 
     A language outside the registry keeps the code it is given.
-
-    Raises:
-        ConfigError: the spelling is not a language code.
     """
     return parse_tag(code).language
 
@@ -196,13 +197,7 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 
     A single script of a language is not named: ``zho_Hant`` is ``zh``. Together with ``zho_Hans``,
     the usual script of Chinese, it is ``zh_Hant``. Needs Babel if a language has several spellings.
-
-    Args:
-        spellings: any usual spellings.
-        regions: ``apart`` also keeps regions apart, for example ``pt`` and ``pt_BR``.
-
-    Raises:
-        ConfigError: a spelling is not a language code.
+    Regions ``apart`` are kept apart, too, for example ``pt`` and ``pt_BR``.
     """
     tags = {spelling: parse_tag(spelling) for spelling in spellings}
     apart = regions == "apart"
@@ -226,14 +221,7 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
     ``zh_TW`` means ``zh_Hant`` if the codes have it, else ``zh``: scripts are read as
     ``distinct_codes`` does. Among codes of one script, the same region decides, then the same
     letters: ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``. Needs Babel if the codes
-    have several variants.
-
-    Args:
-        spelling: any usual spelling.
-        codes: codes, or spellings of one corpus; those that are not language codes are ignored.
-
-    Raises:
-        ConfigError: the spelling is not a language code.
+    have several variants. Codes that are not language codes are ignored.
     """
     asked = parse_tag(spelling)
     tags = {code: tag for code in codes if (tag := _tag(code)) and tag.language == asked.language}
@@ -261,12 +249,7 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
 def family(code: str, families: Mapping[str, str] | None = None) -> str:
     """Return the family of a language, ``UNKNOWN_FAMILY`` if neither recipe nor registry has one.
 
-    Args:
-        code: any usual spelling.
-        families: code → family of the recipe, which takes precedence over the registry.
-
-    Raises:
-        ConfigError: the spelling is not a language code.
+    ``families``, code → family of the recipe, takes precedence over the registry.
     """
     found = canonical(code)
     named = families or {}
@@ -274,11 +257,7 @@ def family(code: str, families: Mapping[str, str] | None = None) -> str:
 
 
 def language(code: str) -> Language:
-    """Look up a language by any usual spelling. Needs Babel.
-
-    Raises:
-        ConfigError: the spelling is not a language code.
-    """
+    """Look up a language by any usual spelling. Needs Babel."""
     tag = parse_tag(code)
     found = _code_with_script(tag) if tag.script else tag.language
     found = _code_with_region(tag) if tag.region else found
@@ -310,11 +289,7 @@ def own_name(code: str) -> str:
 
 
 def iso_639_3(code: str) -> str:
-    """Return the three-letter code of ISO 639-3 for a language, or its code if none is known.
-
-    Raises:
-        ConfigError: the spelling is not a language code.
-    """
+    """Return the three-letter code of ISO 639-3 for a language, or its code if none is known."""
     found = canonical(code)
     aliases = (alias for alias, known in ALIASES.items() if known == found and len(alias) == 3)
     return found if len(found) == 3 else next(aliases, found)
@@ -361,16 +336,13 @@ def parts_words_by_spaces(code: str) -> bool:
 
 
 def unknown_language(code: str, codes: Sequence[str], refusal: str) -> ConfigError:
-    """Return the refusal of a language that is none of ``codes``.
+    """Return the refusal of a language, perhaps its name, that is none of ``codes``.
 
-    Args:
-        code: the language, perhaps its name.
-        codes: the possible codes.
-        refusal: the sentence that says who does not know the language.
+    ``refusal`` is the sentence that says who does not know the language.
     """
     named = code_of_name(code)
     if named is not None and (meant := find_code(named, codes)):
-        return ConfigError(f"{code!r} is the name of a language. Write its code {meant!r}.")
+        return _is_name(code, meant)
     near = nearest_codes(code, codes)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ConfigError(f"{refusal} Choose from {', '.join(codes)}.{hint}")
@@ -521,9 +493,7 @@ def letters_of(script: str) -> frozenset[str]:
 def can_be_written(letters: Collection[str], script: str | None) -> bool:
     """Return whether a text can be in a language of a script: one without Hangul is not Korean.
 
-    Args:
-        letters: scripts of the text's letters.
-        script: script of the language; None, if it is unknown, fits every text.
+    ``letters`` are the scripts of the text's letters. An unknown script fits every text.
     """
     if script is None:
         return True

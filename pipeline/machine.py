@@ -174,10 +174,6 @@ def prepare_process() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if not any(name in os.environ for name in _GPU_MEMORY_NAMES):
         os.environ[_GPU_MEMORY_NAMES[0]] = GPU_MEMORY
-    _raise_limit_of_files()
-
-
-def _raise_limit_of_files() -> None:
     _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS: no limit, which it does not let one set
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))

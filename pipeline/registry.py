@@ -4,7 +4,7 @@ Plans, the command line and launchers know stages only by this table: inputs, ou
 the module of each.
 """
 
-from pipeline.config.recorded import DECIDE_NOTHING
+from pipeline.config.recipe import DECIDE_NOTHING
 from pipeline.extensions.installed import INSTALLED
 from pipeline.stage import Input, Stage
 

@@ -25,8 +25,13 @@ from pipeline.artifacts.manifest import describe_name, run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
-from pipeline.config.recipe import Recipe, chosen_settings
-from pipeline.config.recorded import setting_changes, undeciding, without_settings
+from pipeline.config.recipe import (
+    Recipe,
+    chosen_settings,
+    setting_changes,
+    undeciding,
+    without_settings,
+)
 from pipeline.distributed.world import gather_objects
 from pipeline.errors import ConfigError
 
@@ -53,7 +58,8 @@ def problem_of_name(name: str) -> str | None:
     if "/" not in name:
         fault = describe_name(name)
         return fault and f"the name {name!r} {fault}, and names become directories. Write another."
-    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
+    dashed = "-".join(filter(None, name.split("/"))) or "name"
+    return f"the name {name!r} has a slash, and names become directories. Write {dashed!r}."
 
 
 def named_path(name: str, path: Path | str) -> str:
@@ -65,11 +71,6 @@ def split_named_path(text: str) -> tuple[str, str]:
     """Return the name and the path of ``NAME=PATH``; an empty path if there is no "="."""
     name, _, path = text.replace(EQUALS, "\0").partition("=")
     return name.replace("\0", "="), path.replace("\0", EQUALS)
-
-
-def _without(name: str) -> str:
-    """Return the name with dashes in place of slashes."""
-    return "-".join(part for part in name.split("/") if part) or "name"
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,6 @@ class StageCall:
 
         Raises:
             ConfigError: A rank was given other settings or inputs, as on a node with old files.
-            ArtifactError: A file is missing or damaged; the same error on all ranks.
         """
         digests = {name: record.digest for name, record in self.records.items()}
         given = gather_objects({**self.config, "inputs": digests})

@@ -160,13 +160,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``1 line``, ``2,000 lines``.
-
-    Args:
-        number: how many.
-        noun: what, in the singular.
-        plural: where it is not the noun and an s.
-    """
+    """Return ``1 line``, ``2,000 lines``; ``plural`` is for nouns that take more than an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

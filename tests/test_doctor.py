@@ -209,9 +209,16 @@ def test_a_file_that_the_recipe_names_is_missed_beforehand(visit: Visit) -> None
     assert "no.py" in wrong["tokenizer"]
 
 
-@pytest.mark.parametrize("setting", ['bleu_tokenizer = "flores200"', 'scores = ["spbleu", "chrf"]'])
-def test_a_tokenizer_that_sacrebleu_would_fetch_is_missed_beforehand(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ('bleu_tokenizer = "flores101"', "flores101"),
+        ('bleu_tokenizer = "flores200"', "flores200"),
+        ('scores = ["spbleu", "chrf"]', "flores200"),
+    ],
+)
+def test_a_tokenizer_that_sacrebleu_would_fetch_is_missed_where_sacrebleu_looks(
+    setting: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sacrebleu import utils
 
@@ -220,22 +227,11 @@ def test_a_tokenizer_that_sacrebleu_would_fetch_is_missed_beforehand(
     monkeypatch.setattr(utils, "SACREBLEU_DIR", str(tmp_path))
     path = tmp_path / "recipe.toml"
     path.write_text(f"[evaluation]\n{setting}\n", encoding="utf-8")
-    (problem,) = _missing_files("evaluate", load_recipe(str(path)))
-    assert "tokenizer flores200 is not at" in problem
-
-
-def test_sacrebleus_tokenizer_is_looked_for_where_sacrebleu_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sacrebleu import utils
-
-    from pipeline.doctor import _missing_bleu_model
-
-    monkeypatch.setattr(utils, "SACREBLEU_DIR", str(tmp_path))
-    for option in ("flores101", "flores200"):
-        (problem,) = _missing_bleu_model(option)
-        path = Path(problem.split(" is not at ")[1].split(". Fetch")[0])
-        assert path.is_relative_to(tmp_path)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        assert not [*_missing_bleu_model(option)]
+    recipe = load_recipe(str(path))
+    (problem,) = _missing_files("evaluate", recipe)
+    assert f"tokenizer {name} is not at" in problem
+    model = Path(problem.split(" is not at ")[1].split(". Fetch")[0])
+    assert model.is_relative_to(tmp_path)
+    model.parent.mkdir()
+    model.touch()
+    assert not [*_missing_files("evaluate", recipe)]

@@ -64,30 +64,19 @@ def test_auto_is_what_fits_the_machine(
     assert load_ds_config("auto") == load_ds_config(name)
 
 
-def test_a_machine_without_a_driver_has_no_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_gpus_are_those_that_a_driver_lists(
+    has_driver: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
+    if has_driver:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if has_driver else str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine._capabilities.cache_clear()
     try:
-        assert visible_gpus() == Gpus(0, has_bf16=False)
-    finally:
-        machine._capabilities.cache_clear()
-
-
-def test_what_a_driver_says_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("bin")
-    tool = folder / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine._capabilities.cache_clear()
-    try:
-        assert visible_gpus() == Gpus(2, has_bf16=True)
+        assert visible_gpus() == Gpus(2 * has_driver, has_bf16=has_driver)
     finally:
         machine._capabilities.cache_clear()
 

@@ -12,8 +12,7 @@ from support.readable_artifacts import RECIPE, stage_call
 from pipeline.artifacts.artifact import InputRecord
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import ds_config_names, load_ds_config
-from pipeline.config.recipe import Recipe
-from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
+from pipeline.config.recipe import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS, Recipe
 from pipeline.config.settings import Settings
 from pipeline.distributed.world import World
 from pipeline.registry import STAGES

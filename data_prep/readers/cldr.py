@@ -134,11 +134,7 @@ class PhraseSplits:
 
 
 def read_phrases(config: CorpusConfig) -> RawText:
-    """Make the phrases of all pairs of wanted languages.
-
-    Raises:
-        ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
-    """
+    """Make the phrases of all pairs of wanted languages."""
     cldr = check_languages(config.cldr)
     splits = _splits_of_pairs(make_phrases(cldr), cldr)
     wanted = wanted_codes(config.languages, [pair.split("-") for pair in splits])
@@ -152,11 +148,7 @@ def read_phrases(config: CorpusConfig) -> RawText:
 
 
 def make_phrases(config: CldrConfig) -> PhraseSplits:
-    """Make all phrases of a configuration, the same in every run.
-
-    Raises:
-        ConfigError: A language CLDR has no data for, or settings that contradict each other.
-    """
+    """Make all phrases of a configuration, the same in every run."""
     config = check_languages(config)
     held_out = held_out_clauses(config)
     everywhere = [
@@ -210,11 +202,7 @@ def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
 
 
 def check_languages(config: CldrConfig) -> CldrConfig:
-    """Return the configuration with canonical codes.
-
-    Raises:
-        ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
-    """
+    """Return the configuration with canonical codes; ConfigError for languages that do not fit."""
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
     zero_shot = tuple(canonical(code) for code in config.zero_shot)
     if not train_pairs:
@@ -276,7 +264,9 @@ def draw_clause(random: Random, *, held_out: bool) -> Clause:
         if any(is_reserved_pair(*pair) for pair in combinations(templates, 2)) == held_out:
             break
     parts = tuple(_draw_part(random, template, held_out=held_out) for template in templates)
-    return Clause(parts, joints=_draw_joints(random, size=size))
+    # From the outermost in, all different; ``and`` only joins the last two.
+    joints = sorted(random.sample(JOINTS, size - 1), key=JOINTS.index)
+    return Clause(parts, joints=tuple(joints))
 
 
 def format_clause(clause: Clause, language: str) -> str:
@@ -289,33 +279,26 @@ def format_clause(clause: Clause, language: str) -> str:
 
 
 def format_part(part: Part, language: str) -> str:
-    """Format a value as Babel writes it in a language.
-
-    Raises:
-        ConfigError: CLDR lacks the name, unit or pattern in this language.
-    """
+    """Format a value as Babel writes it; ConfigError if CLDR lacks it in this language."""
     try:
         return _format_value(part, locale(language))
     except (KeyError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}. "
-            "Take this language out of corpus.cldr."
-        ) from error
+        raise _lacks(f"{part.template} {'/'.join(part.names)}", language) from error
 
 
 @lru_cache(maxsize=512)
 def locale(language: str) -> Locale:
-    """Return Babel's locale of a language.
-
-    Raises:
-        ConfigError: CLDR has none.
-    """
+    """Return Babel's locale of a language; ConfigError if CLDR has none."""
     try:
         return Locale.parse(_CLDR_LOCALES.get(language, language))
     except (UnknownLocaleError, ValueError) as error:
-        raise ConfigError(
-            f"Unicode CLDR has no locale for {language!r}. Take this language out of corpus.cldr."
-        ) from error
+        raise _lacks("locale", language) from error
+
+
+def _lacks(what: str, language: str) -> ConfigError:
+    return ConfigError(
+        f"Unicode CLDR has no {what} for {language!r}. Take this language out of corpus.cldr."
+    )
 
 
 def _distinct(random: Random, number: int, *, held_out: bool) -> list[Clause]:
@@ -404,11 +387,6 @@ def _draw_names(random: Random, names: list[str]) -> tuple[str, ...]:
     return tuple(random.sample(names, random.choices((1, 2, 3), (1, 3, 1))[0]))
 
 
-def _draw_joints(random: Random, *, size: int) -> tuple[Joint, ...]:
-    """Draw different joints, from the outermost in; ``and`` only joins the last two."""
-    return tuple(sorted(random.sample(JOINTS, size - 1), key=JOINTS.index))
-
-
 def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
     wide = language in _WIDE_LANGUAGES
     match joint:
@@ -447,7 +425,14 @@ def _format_value(part: Part, where: Locale) -> str:
         case "short_quantity":
             return _format_quantity(names[0], numbers[0], ("short", "long"), where)
         case "named_amount":
-            return _format_named_amount(names[0], numbers[0] // 100, where)
+            return format_currency(
+                numbers[0] // 100,
+                names[0],
+                format="#,##0.##",
+                format_type="name",
+                currency_digits=False,
+                locale=where,
+            )
         case "amount":
             return format_currency(numbers[0] / 100, names[0], locale=where)
         case "percent":
@@ -481,14 +466,3 @@ def _format_quantity(
         if unit not in text:
             return text
     raise ValueError(f"no unit {unit}")
-
-
-def _format_named_amount(currency: str, number: int, where: Locale) -> str:
-    return format_currency(
-        number,
-        currency,
-        format="#,##0.##",
-        format_type="name",
-        currency_digits=False,
-        locale=where,
-    )

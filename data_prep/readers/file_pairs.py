@@ -1,26 +1,31 @@
-"""Read pairs of text files, in a tree of folders as OPUS-100 or with names as for Moses.
+"""Read pairs of text files: in trees of folders, named as for Moses, or as a recipe lists them.
 
-A tree has folders ``en-de`` with ``train.en`` and ``train.de`` (or ``opus.en-de-train.en``), and
-the same for ``valid`` (``dev``, ``validation``) and ``test``; pairs without training text may lie
-below ``zero-shot``. The names of folders decide which pairs are wanted; other folders are not
-looked into. Text of one pair in several trees follows in the order of the trees.
+A tree, as of OPUS-100, has folders ``en-de`` with ``train.en`` and ``train.de`` (or
+``opus.en-de-train.en``), and the same for ``valid`` (``dev``, ``validation``) and ``test``; pairs
+without training text may lie below ``zero-shot``. The names of folders decide which pairs are
+wanted; other folders are not looked into. Text of one pair in several trees follows in the order of
+the trees.
 
 Moses' files are ``NAME.de-en.de`` and ``NAME.de-en.en`` in any folder. Two files that differ only
 in their endings, ``train.de`` and ``train.en``, are a pair too, if both endings are codes of known
 languages. A word in the name says the split (``newstest2014.de-en.de``); without one, the text is
 training text.
 
+``corpus.files`` lists split, pair and paths of each text, as ``mtdata`` does. Two paths are a pair
+of files. One path is a file of both languages, read by its ending: ``.tmx``, ``.tsv``,
+``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. Sections of one split and pair follow in the order
+of the list.
+
 All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line n of the other.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from data_prep.readers.multiway import is_language
 from data_prep.readers.raw_text import (
     CODE,
     FILES_IGNORED,
@@ -30,12 +35,14 @@ from data_prep.readers.raw_text import (
     SPLIT_NAMES,
     SPLITS,
     FilesInStep,
+    MultiwayFile,
     NamedPair,
     RawFile,
     RawText,
     Section,
     SkippedText,
     holds_no,
+    is_language,
     is_pair_name,
     list_files,
     name_pairs,
@@ -44,13 +51,17 @@ from data_prep.readers.raw_text import (
     one_language,
     raw_paths,
     same_text,
+    section_of_pair,
     select_pairs,
     spellings_of,
+    unfit_source,
 )
-from data_prep.settings import CorpusConfig
+from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
+from data_prep.readers.tmx import survey_file
+from data_prep.settings import CorpusConfig, ListedText
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, plain_name, refuse_broken_link
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
 
@@ -72,12 +83,8 @@ class FilePair:
     pair: NamedPair
     """Pair in the order of the files."""
 
-    def section(self, config: CorpusConfig) -> Section:
-        """Return the lines, in the order of the pair's languages.
-
-        Raises:
-            DataError: Both files are in one language.
-        """
+    def section(self) -> Section:
+        """Return the lines, in the order of the pair's languages; DataError if it has only one."""
         (code, spelling, one), (other_code, other_spelling, other) = sorted(
             zip(self.pair.codes, self.pair.spellings, self.files, strict=True),
             key=lambda side: side[0],
@@ -89,7 +96,7 @@ class FilePair:
             languages=(code, other_code),
             spellings=(spelling, other_spelling),
             sources=(one.source(), other.source()),
-            lines=FilesInStep((one.path, other.path), config.max_line_bytes),
+            lines=FilesInStep((one.path, other.path)),
         )
 
 
@@ -115,11 +122,6 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
     Folders of other pairs are counted and not looked into; so is a second folder of one tree with
     the same text (``zh-de`` next to ``de-zh``).
-
-    Raises:
-        ConfigError: No tree is given, or a wanted language is in no pair of wanted languages.
-        DataError: No pairs, a side is missing, or two folders of one tree have different text of
-            one pair.
     """
     left_out = SkippedText()
     folders = _pair_folders(raw_paths(raw, source="tree"), left_out)
@@ -129,7 +131,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     left_out["pairs_not_selected"] += len(folders) - len(chosen)
     found: dict[tuple[str, str], tuple[PairFolder, list[Section]]] = {}
     for folder, pair in chosen:
-        sections = [entry.section(config) for entry in _folder_files(folder, pair, left_out)]
+        sections = [entry.section() for entry in _folder_files(folder, pair, left_out)]
         key = sections[0].pair, folder.prefix
         first, known = found.setdefault(key, (folder, sections))
         if first is folder:
@@ -239,12 +241,7 @@ def _side_code(suffix: str, pair: NamedPair) -> str | None:
 
 
 def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read every pair of files with names as for Moses, by pair.
-
-    Raises:
-        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: There are no pairs, or a file has no counterpart.
-    """
+    """Read every pair of files with names as for Moses, by pair."""
     files = list_files(raw, source="moses")
     sides = {
         stem: of_name
@@ -265,7 +262,7 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     for pair, of_name in zip(named, sides.values(), strict=True):
         if pair in wanted:
             one, other = (of_name[spelling] for spelling in pair.spellings)
-            sections.append(FilePair((one, other), one.split(), pair).section(config))
+            sections.append(FilePair((one, other), one.split(), pair).section())
     return RawText(sorted(sections, key=lambda section: section.pair), left_out=left_out)
 
 
@@ -292,11 +289,7 @@ def _named_pair(stem: str) -> str | None:
 
 
 def _spellings(stem: str, sides: Mapping[str, RawFile]) -> tuple[str, str]:
-    """Return the endings of both files of a pair.
-
-    Raises:
-        DataError: A file is missing, or there are more than two.
-    """
+    """Return the endings of both files of a pair; DataError if there are not two."""
     pair = _named_pair(stem)
     first, second, *more = spellings_of(pair) if pair else sorted(sides)
     if more:
@@ -309,3 +302,75 @@ def _spellings(stem: str, sides: Mapping[str, RawFile]) -> tuple[str, str]:
             there = next(iter(sides.values()))
             raise no_counterpart(there.path, side, f"{stem}.{side}")
     return first, second
+
+
+# ---------------------------------------------------------------- files that a recipe lists
+
+
+def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Read the files of ``corpus.files`` that are in wanted languages."""
+    root = _root(raw)
+    if not config.files:
+        example = '[{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }]'
+        raise unfit_source(
+            "listed", f"corpus.files is empty. Name each file, as in files = {example}"
+        )
+    for entry in config.files:
+        first, _, second = entry.pair.partition("-")
+        if not is_pair_name(entry.pair) or first.lower() == second.lower():
+            raise ConfigError(
+                f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
+            )
+    pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
+    wanted = select_pairs(pairs, config.languages)
+    left_out = SkippedText(pairs_not_selected=len({*pairs} - wanted))
+    chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
+    sections = [_listed_section(root, entry, pair, config, left_out) for entry, pair in chosen]
+    return RawText(sections, left_out=left_out)
+
+
+def _root(raw: RawInput | None) -> Path:
+    paths = raw_paths(raw, source="listed")
+    if len(paths) > 1 or not paths[0].is_dir():
+        problem = f"{', '.join(map(str, paths))} is not one folder"
+        raise unfit_source(
+            "listed", f"{problem}. Name the folder that the paths of corpus.files start from"
+        )
+    return paths[0]
+
+
+def _listed_section(
+    root: Path, entry: ListedText, pair: NamedPair, config: CorpusConfig, left_out: Counter[str]
+) -> Section:
+    files = [_listed_file(root, path) for path in entry.paths]
+    if len(files) == 2:
+        return FilePair((files[0], files[1]), entry.split, pair).section()
+    opened = _open(files[0], entry, pair, config, left_out)
+    return section_of_pair(opened, pair, config)
+
+
+def _listed_file(root: Path, name: str) -> RawFile:
+    path = root / name
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}. Move it in.")
+    if not path.is_file():
+        raise DataError(f"{path}, which corpus.files names, is not a file. Correct its name.")
+    return RawFile(path, name)
+
+
+def _open(
+    file: RawFile,
+    entry: ListedText,
+    pair: NamedPair,
+    config: CorpusConfig,
+    left_out: Counter[str],
+) -> MultiwayFile:
+    if file.ending == "tmx":
+        return survey_file(file, entry.split, left_out=left_out)
+    if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
+        return open_table(file, entry.split, config, pair=pair.spellings)
+    raise DataError(
+        f"{file.path} is one file of both languages, but ends in none of .tmx, "
+        f"{', '.join(f'.{ending}' for ending in (*TSV_ENDINGS, *COLUMN_ENDINGS))}. Name a file per "
+        "language."
+    )

@@ -35,13 +35,7 @@ COLUMN = "translation"
 
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all splits of the pairs of wanted languages, row by row.
-
-    Raises:
-        ConfigError: No data set is given, the library is missing, or a wanted language is in no
-            pair of wanted languages.
-        DataError: The data set cannot be read, or is laid out otherwise.
-    """
+    """Read all splits of the pairs of wanted languages, row by row."""
     if not isinstance(raw, HubDataset):
         fix = "Pass --raw hub:OWNER/NAME@REVISION, or choose another source"
         raise unfit_source("hub", f"no data set of the hub was given. {fix}")

@@ -6,17 +6,24 @@ for a file with text in several languages, with its part of the records of this 
 Files say by their names what they hold. A word in the name of a file, or of a folder below the
 named one, says the split (``all_talks_train.tsv``); without one, the text is training text. The
 pair is a part of the name between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
+
+Records of translation memories and tables hold any number of languages, and a file is read once for
+all of its pairs. A language with several spellings in a file (``pt``, ``pt-br``) is one language,
+and a record gives the text asked for, else the first in the order of the spellings, unless
+``corpus.regions`` keeps them apart.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import combinations, zip_longest
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import (
     HubDataset,
@@ -80,7 +87,7 @@ def wanted_codes(wanted: Sequence[str], pairs: Collection[Sequence[str]]) -> set
     """Return the codes of wanted languages, in any spelling; of all languages if none is named.
 
     Raises:
-        ConfigError: A wanted language is in no pair of wanted languages. Names the nearest codes.
+        ConfigError: A wanted language is in no pair of wanted languages.
     """
     present = {code for pair in pairs for code in pair}
     if not wanted:
@@ -223,19 +230,16 @@ def source_of(path: Path, root: Path) -> LineSource:
 
 @dataclass(frozen=True)
 class FilesInStep:
-    """Lines of several files side by side.
+    """Lines of several files side by side; DataError if one has more lines than another.
 
     Nothing is opened before iteration: another process can iterate.
-
-    Raises:
-        DataError: On iteration, if one file has more lines than another.
     """
 
     paths: tuple[Path, ...]
-    max_line_bytes: int
 
     def __iter__(self) -> Iterator[RawLine]:
-        sides = [iterate_raw_lines(path, max_line_bytes=self.max_line_bytes) for path in self.paths]
+        longest = CorpusConfig.max_line_bytes
+        sides = [iterate_raw_lines(path, max_line_bytes=longest) for path in self.paths]
         for number, raws in enumerate(zip_longest(*sides), start=1):
             if None in raws:
                 short = raws.index(None)
@@ -272,33 +276,22 @@ class RawFile:
         return PurePosixPath(plain_name(self.name)).suffix.lower().removeprefix(".")
 
     def split(self) -> Split:
-        """Return the split that its name says; ``train`` if it says none.
-
-        Raises:
-            DataError: Its name says several.
-        """
+        """Return the split that its name says, else ``train``; DataError if it says several."""
         found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
         if len(found) > 1:
-            raise DataError(
-                f"{self.path} is named as {' and '.join(sorted(found))} text. Rename it with "
-                "a single split."
-            )
+            raise self._named_twice(f"{' and '.join(sorted(found))} text", "split")
         return found.pop() if found else "train"
 
     def pair(self) -> tuple[str, str] | None:
-        """Return the pair that its name says, in its spelling and order; None if it says none.
-
-        Raises:
-            DataError: Its name says several.
-        """
+        """Return the pair as its name spells it, if any; DataError if it says several."""
         *folders, name = PurePosixPath(plain_name(self.name)).parts
         found = list(filter(is_pair_name, name.split("."))) or list(filter(is_pair_name, folders))
         if len({entry.lower() for entry in found}) > 1:
-            raise DataError(
-                f"{self.path} is named as text of {' and '.join(found)}. Rename it with a "
-                "single pair."
-            )
+            raise self._named_twice(f"text of {' and '.join(found)}", "pair")
         return spellings_of(found[0]) if found else None
+
+    def _named_twice(self, said: str, what: str) -> DataError:
+        return DataError(f"{self.path} is named as {said}. Rename it with a single {what}.")
 
     def source(self, side: str = "") -> LineSource:
         """Return the source of its lines, or of a side."""
@@ -309,8 +302,6 @@ def find_files(
     raw: RawInput | None, *, source: str, endings: Sequence[str]
 ) -> tuple[list[RawFile], SkippedText]:
     """Return the files with these endings, by name, and count the others as ignored.
-
-    Hidden files and folders are neither read nor counted.
 
     Raises:
         ConfigError: No paths are given.
@@ -329,28 +320,142 @@ def find_files(
 
 
 def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
-    """Return all files that are not hidden, by name.
-
-    Raises:
-        ConfigError: No paths are given.
-        DataError: A path does not exist.
-    """
+    """Return all files that are not hidden, by name."""
     paths = raw_paths(raw, source=source)
     return [RawFile(path, name) for name, path in named_files(paths)]
 
 
 def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
-    """Return the paths of a raw input.
-
-    Raises:
-        ConfigError: No paths are given.
-    """
+    """Return the paths of a raw input; ConfigError if none are given."""
     if raw is None:
         raise unfit_source(source, "no raw text was given. Pass --raw DIR")
     if isinstance(raw, HubDataset):
         problem = f"{raw} is a data set of the hub. Set it to 'hub', or pass --raw DIR"
         raise unfit_source(source, problem)
     return raw.paths
+
+
+# ---------------------------------------------------------------- files with several languages
+
+_END = "(?![A-Za-z0-9])"
+_SPELLING = re.compile(
+    rf"([A-Za-z]{{2,3}}){_END}(?:[-_]([A-Za-z]{{4}}){_END})?(?:[-_]([A-Za-z]{{2}}|[0-9]{{3}}){_END})?"
+)
+_WITHDRAWN_TAGS = {"zh-chs": "zh-Hans", "zh-cht": "zh-Hant", "no-bok": "nb", "no-nyn": "nn"}
+
+
+@dataclass(frozen=True, eq=False)
+class MultiwayFile(RecordFile):
+    """File with text in several languages, and which of them share records."""
+
+    file: RawFile
+    split: Split
+    together: Collection[frozenset[str]]
+    """Distinct sets of spellings of languages that share a record."""
+
+    @property
+    def spellings(self) -> set[str]:
+        """Return all spellings of languages in the file."""
+        return {spelling for spellings in self.together for spelling in spellings}
+
+
+def is_language(spelling: str) -> bool:
+    """Return whether a spelling is a language code, with or without script and region."""
+    return _SPELLING.fullmatch(spelling) is not None
+
+
+@lru_cache(maxsize=1024)
+def without_variant(spelling: str) -> str | None:
+    """Return a BCP 47 tag up to its region (``de-DE`` of ``de-DE-1996``); None if it is none."""
+    match = _SPELLING.match(_WITHDRAWN_TAGS.get(spelling.lower().replace("_", "-"), spelling))
+    return match and match[0]
+
+
+def pair_up(
+    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: SkippedText
+) -> RawText:
+    """Return a section per wanted pair of languages of each file, by pair, then by file.
+
+    Raises:
+        DataError: No file has a pair.
+    """
+    spellings = {spelling for file in files for spelling in file.spellings}
+    codes = distinct_codes(spellings, regions=config.regions)
+    found = [(pair, file) for file in files for pair in _pairs(file, codes)]
+    if not found:
+        paths = listed([str(file.file.path) for file in files])
+        raise DataError(f"No record has text in two languages in {paths}. Name other files.")
+    wanted = wanted_codes(config.languages, {pair for pair, _ in found})
+    selected = {pair for pair, _ in found if wanted.issuperset(pair)}
+    sections = [
+        _section(file, pair, codes, asked=config.languages)
+        for pair, file in sorted(found, key=lambda entry: entry[0])
+        if pair in selected and _is_wanted(pair, file.split, config)
+    ]
+    if not sections:
+        names = listed(sorted({pair_name(*pair) for pair in selected}))
+        raise ConfigError(
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
+            "another, or corpus.directions to 'all'."
+        )
+    left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
+        {section.languages for section in sections}
+    )
+    return RawText(sections, left_out=left_out, files=files)
+
+
+def section_of_pair(file: MultiwayFile, pair: NamedPair, config: CorpusConfig) -> Section:
+    """Return a file's lines in the two languages of a pair; DataError if no record has both."""
+    codes = distinct_codes(file.spellings, regions=config.regions)
+    (first, one), (second, other) = sorted(
+        (code, find_code(spelling, codes.values()) or spelling)
+        for code, spelling in zip(pair.codes, pair.spellings, strict=True)
+    )
+    if not _pairs(file, codes) & {(one, other), (other, one)}:
+        raise DataError(
+            f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
+            "the pair, or take the file out."
+        )
+    section = _section(file, (one, other), codes, asked=pair.spellings)
+    return replace(section, languages=(first, second))
+
+
+def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str]:
+    """Sort spellings of one language: those asked for, then those without script and region."""
+    meant = {find_code(spelling, spellings) for spelling in asked}
+    return sorted(spellings, key=lambda spelling: (spelling not in meant, len(spelling), spelling))
+
+
+def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
+    together = {frozenset(codes[spelling] for spelling in group) for group in file.together}
+    return {pair for group in together for pair in combinations(sorted(group), 2)}
+
+
+def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
+    """Return whether ``corpus.directions`` includes a pair."""
+    if config.directions == "all" or (config.directions == "zero_shot" and split == "test"):
+        return True
+    return find_code(config.pivot, pair) is not None
+
+
+def _section(
+    file: MultiwayFile,
+    pair: tuple[str, str],
+    codes: Mapping[str, str],
+    *,
+    asked: Iterable[str],
+) -> Section:
+    first, second = (
+        tuple(preferred([name for name in file.spellings if codes[name] == code], asked))
+        for code in pair
+    )
+    return Section(
+        split=file.split,
+        languages=pair,
+        spellings=(first[0], second[0]),
+        sources=(file.file.source(first[0]), file.file.source(second[0])),
+        lines=LinesOfPair(file, (first, second)),
+    )
 
 
 # ---------------------------------------------------------------- refusals

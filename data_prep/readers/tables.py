@@ -20,11 +20,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
-from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
+from data_prep.readers.raw_text import (
+    MultiwayFile,
+    RawFile,
+    RawText,
+    Record,
+    find_files,
+    is_language,
+    pair_up,
+)
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import (
@@ -45,7 +51,6 @@ TSV_ENDINGS, COLUMN_ENDINGS = ("tsv",), ("parquet", "jsonl", "json", "csv")
 MISSING = b"__NULL__"
 """Mark of missing translations in the TED talks."""
 
-_BOM = b"\xef\xbb\xbf"
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -61,12 +66,7 @@ class Columns:
 
 
 def read_tables(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``.
-
-    Raises:
-        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
-        DataError: As :func:`open_table`.
-    """
+    """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``."""
     endings = TSV_ENDINGS if config.source == "tsv" else COLUMN_ENDINGS
     files, left_out = find_files(raw, source=config.source, endings=endings)
     tables = [open_table(file, file.split(), config) for file in files]
@@ -81,22 +81,19 @@ def open_table(
     Otherwise it has the languages of ``pair``, or of its name.
 
     Raises:
-        ConfigError: A package is missing.
-        DataError: Nothing says the languages, the first rows lack a column of them, or the file
-            cannot be read.
+        DataError: Nothing says the languages, or the first rows lack a column of them.
     """
-    max_line_bytes = config.max_line_bytes
     if next(iterate_blocks(file.path), b"").startswith(_UTF16):
         raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
-        columns = _find_columns(file, pair or file.pair(), max_line_bytes=max_line_bytes)
+        columns = _find_columns(file, pair or file.pair())
         languages = tuple(columns.spellings.values())
-        records = partial(iterate_rows, file, columns, max_line_bytes=max_line_bytes)
+        records = partial(iterate_rows, file, columns)
     else:
         names = _column_names(file, tuple(config.columns) or pair or file.pair(), config)
         languages = tuple(names)
-        records = partial(iterate_records, file, names, max_line_bytes=max_line_bytes)
+        records = partial(iterate_records, file, names)
     return MultiwayFile(
         file=file,
         split=split,
@@ -106,13 +103,13 @@ def open_table(
     )
 
 
-def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Iterator[Record]:
+def iterate_rows(file: RawFile, columns: Columns) -> Iterator[Record]:
     """Yield the rows of a TSV table; a row with a wrong number of cells, or too long, is malformed.
 
     A row is too long if it is longer than its cells may be together; such a row may be cut.
     """
-    longest = max_line_bytes * columns.width + columns.width
-    lines = _numbered_lines(file, max_line_bytes=longest)
+    longest = (CorpusConfig.max_line_bytes + 1) * columns.width
+    lines = _numbered_lines(file, longest=longest)
     for number, line in islice(lines, int(columns.has_header), None):
         cells = line.removesuffix(b"\r").split(b"\t")
         if len(cells) != columns.width or len(line) > longest:
@@ -128,9 +125,10 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
             )
 
 
-def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: RawFile, *, longest: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank with their numbers, from 1."""
-    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
+    longest = longest or CorpusConfig.max_line_bytes
+    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), 1):
         if b"\t" in line or not is_blank(line.decode(errors="replace")):  # a tab makes a row
             yield number, line
 
@@ -139,10 +137,11 @@ def _is_text(cell: bytes) -> bool:
     return cell != MISSING and not is_blank(cell.decode(errors="replace"))
 
 
-def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
+def _find_columns(file: RawFile, pair: tuple[str, str] | None) -> Columns:
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
-    _, first = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
-    cells = _header_cells(first)
+    _, first = next(_numbered_lines(file), (1, b""))
+    text = first.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+    cells = [cell.strip() for cell in text.split("\t")]
     languages = {cell for cell in cells if is_language(cell)}
     wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
     named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
@@ -162,11 +161,6 @@ def _refuse_repeated(file: RawFile, header: Sequence[str], wanted: Iterable[str]
     for name in wanted:
         if header.count(name) > 1:
             raise several_columns(file.path, name)
-
-
-def _header_cells(line: bytes) -> Sequence[str]:
-    text = line.removeprefix(_BOM).decode("utf-8", "replace")
-    return [cell.strip() for cell in text.split("\t")]
 
 
 TRANSLATION = "translation"
@@ -196,29 +190,27 @@ def _column_names(
             '{ de = "source", en = "target" }, or name the file like '
             f"train.de-en.{file.ending}."
         )
-    if file.ending.startswith("json") and _begins_with(file.path, b"["):
+    begin = next(iterate_blocks(file.path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    if file.ending.startswith("json") and begin.startswith(b"["):
         raise DataError(
             f"{file.path} is one JSON array. Write an object per line, for example by jq -c '.[]'."
         )
     if file.ending.startswith("csv"):
-        _refuse_other_separator(file, max_line_bytes=config.max_line_bytes)
+        _, header = next(_numbered_lines(file), (1, b""))
+        marks = [mark for mark in (";", "\t", "|") if mark.encode() in header]
+        if marks and b"," not in header:
+            raise DataError(
+                f"{file.path} has {marks[0]!r} between its columns. Save it with commas."
+            )
     columns = {language: config.columns.get(language, language) for language in languages}
-    rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
+    rows = _rows(file, columns.values())
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
     return columns
 
 
-def iterate_records(
-    file: RawFile, columns: Mapping[str, str], *, max_line_bytes: int
-) -> Iterator[Record]:
-    """Yield the rows of a file with the texts that are not blank.
-
-    Args:
-        file: File; its ending is in ``COLUMN_ENDINGS``.
-        columns: Language → column.
-        max_line_bytes: Longest text; a much longer row is malformed.
-    """
-    for row in _rows(file, columns.values(), max_line_bytes=max_line_bytes):
+def iterate_records(file: RawFile, columns: Mapping[str, str]) -> Iterator[Record]:
+    """Yield the rows of a file with the texts that are not blank; ``columns`` is by language."""
+    for row in _rows(file, columns.values()):
         texts = None if row.cells is None else _texts(row.cells, columns)
         yield Record(row.line, texts or {}, is_malformed=texts is None)
 
@@ -236,20 +228,6 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
         elif text is not None:
             return None
     return found
-
-
-def _refuse_other_separator(file: RawFile, *, max_line_bytes: int) -> None:
-    """Refuse a CSV file with a header that has no comma but another usual separator."""
-    _, header = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
-    marks = [mark for mark in (";", "\t", "|") if mark.encode() in header]
-    if marks and b"," not in header:
-        raise DataError(f"{file.path} has {marks[0]!r} between its columns. Save it with commas.")
-
-
-def _begins_with(path: Path, mark: bytes) -> bool:
-    """Return whether the text of a file begins with a mark."""
-    block = next(iterate_blocks(path), b"")
-    return block.removeprefix(codecs.BOM_UTF8).lstrip().startswith(mark)
 
 
 def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[str, str]) -> None:
@@ -276,19 +254,20 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
         )
 
 
-def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[TableRow]:
+def _rows(file: RawFile, columns: Iterable[str]) -> Iterator[TableRow]:
     match file.ending:
         case "parquet":
-            return _parquet_rows(file, {*columns, TRANSLATION})
+            rows = table_rows(file.path, {*columns, TRANSLATION})
+            return (TableRow(number, dict(cells)) for number, cells in enumerate(rows, start=1))
         case "csv":
-            return _csv_rows(file, {*columns}, max_line_bytes=max_line_bytes)
+            return _csv_rows(file, {*columns})
         case _:
-            return _json_rows(file, max_line_bytes=max_line_bytes)
+            return _json_rows(file)
 
 
-def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
-    longest = _JSON_BYTES * max_line_bytes
-    for number, line in _numbered_lines(file, max_line_bytes=longest):
+def _json_rows(file: RawFile) -> Iterator[TableRow]:
+    longest = _JSON_BYTES * CorpusConfig.max_line_bytes
+    for number, line in _numbered_lines(file, longest=longest):
         yield TableRow(number, _json_object(line) if len(line) <= longest else None)
 
 
@@ -301,15 +280,13 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _csv_rows(
-    file: RawFile, columns: Collection[str], *, max_line_bytes: int
-) -> Iterator[TableRow]:
+def _csv_rows(file: RawFile, columns: Collection[str]) -> Iterator[TableRow]:
     """Yield the rows below the header; a quoted field may hold line ends.
 
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
     that is never closed would otherwise hide every line up to the next quote.
     """
-    raws = iterate_raw_lines(file.path, max_line_bytes=2 * max_line_bytes)
+    raws = iterate_raw_lines(file.path, max_line_bytes=2 * CorpusConfig.max_line_bytes)
     fresh = (f"{_decoded(raw)}\n" for raw in raws)
     again = deque[str]()
     record: list[str] = []
@@ -358,8 +335,3 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 def _decoded(raw: bytes) -> str:
     """Decode text; invalid UTF-8 survives encoding, for the quarantine."""
     return raw.decode("utf-8", "surrogateescape")
-
-
-def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[TableRow]:
-    for number, cells in enumerate(table_rows(file.path, columns), start=1):
-        yield TableRow(number, dict(cells))

@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import NoReturn
 from xml.parsers import expat
 
-from data_prep.readers.multiway import (
+from data_prep.readers.raw_text import (
+    ONE_SIDED,
     MultiwayFile,
+    RawFile,
+    RawText,
+    Record,
+    find_files,
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks
@@ -57,27 +61,16 @@ _ENCODINGS = (
 
 
 def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of languages that share units of the files.
-
-    Raises:
-        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: A file is not TMX, declares entities, or has no unit in two languages.
-    """
+    """Read all pairs of languages that share units of the files."""
     files, left_out = find_files(raw, source="tmx", endings=("tmx",))
-    surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
+    surveyed = [survey_file(file, file.split(), left_out=left_out) for file in files]
     return pair_up(surveyed, config, left_out=left_out)
 
 
-def survey_file(
-    file: RawFile, split: Split, config: CorpusConfig, *, left_out: Counter[str]
-) -> MultiwayFile:
-    """Find which languages share a file's units, and count units with fewer than two.
-
-    Raises:
-        DataError: As ``iterate_units``.
-    """
+def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> MultiwayFile:
+    """Find which languages share a file's units, and count units with fewer than two."""
     together: set[frozenset[str]] = set()
-    for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):
+    for unit in iterate_units(file.path):
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
@@ -86,38 +79,39 @@ def survey_file(
         file=file,
         split=split,
         together=together,
-        records=lambda: iterate_units(file.path, max_line_bytes=config.max_line_bytes),
+        records=lambda: iterate_units(file.path),
         is_surveyed=True,
     )
 
 
-def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
+def iterate_units(path: Path) -> Iterator[Record]:
     """Yield the units of a file with the texts that are not blank, by first line.
 
-    A text longer than ``max_line_bytes`` is cut a little beyond that.
+    A text longer than a line may be is cut a little beyond that.
 
     Raises:
         DataError: The file is not well-formed TMX, or declares entities.
     """
     parser: UnitParser | None = None
     for block in iterate_blocks(path):
-        parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
+        if parser is None:  # without a byte order mark, the declaration says the encoding
+            encoding = next((name for mark, name in _ENCODINGS if block.startswith(mark)), None)
+            parser = UnitParser(path, encoding)
         yield from parser.feed(block)
     if parser is None:
-        raise DataError(f"{path} is empty. Export the translation memory again.")
+        raise _unusable(f"{path} is empty")
     yield from parser.finish()
 
 
-def encoding_of(begin: bytes) -> str | None:
-    """Return the encoding of a byte order mark; None leaves it to the declaration."""
-    return next((name for mark, name in _ENCODINGS if begin.startswith(mark)), None)
+def _unusable(problem: str) -> DataError:
+    return DataError(f"{problem}. Export the translation memory again as TMX 1.4 in UTF-8.")
 
 
 class UnitParser:
     """Parser that turns the bytes of one file into units."""
 
-    def __init__(self, path: Path, encoding: str | None, *, max_line_bytes: int) -> None:
-        self._path, self._max_bytes = path, max_line_bytes
+    def __init__(self, path: Path, encoding: str | None) -> None:
+        self._path, self._max_bytes = path, CorpusConfig.max_line_bytes
         self._fed = 0
         self._units: list[Record] = []
         self._unit_line = 0
@@ -137,11 +131,7 @@ class UnitParser:
         self._parser.SkippedEntityHandler = self._refuse_reference
 
     def feed(self, block: bytes) -> list[Record]:
-        """Return the units that end in this block.
-
-        Raises:
-            DataError: As for :func:`iterate_units`.
-        """
+        """Return the units that end in this block."""
         self._parse(block, is_last=False)
         self._fed += len(block)
         if self._fed - self._parser.CurrentByteIndex > LONGEST_TAG_BYTES:
@@ -150,11 +140,7 @@ class UnitParser:
         return units
 
     def finish(self) -> list[Record]:
-        """Return the units that the end of the file completes.
-
-        Raises:
-            DataError: The file is cut off.
-        """
+        """Return the units that the end of the file completes."""
         self._parse(b"", is_last=True)
         return self._units
 
@@ -162,14 +148,10 @@ class UnitParser:
         try:
             self._parser.Parse(block, is_last)
         except expat.ExpatError as error:
-            raise DataError(
-                f"{self._path}, line {error.lineno}, is not well-formed XML "
-                f"({expat.ErrorString(error.code)}). Export the translation memory again."
-            ) from error
+            fault = f"is not well-formed XML ({expat.ErrorString(error.code)})"
+            raise _unusable(f"{self._path}, line {error.lineno}, {fault}") from error
         except (LookupError, ValueError) as error:
-            raise DataError(
-                f"{self._path} is in an unknown encoding ({error}). Export it as UTF-8."
-            ) from error
+            raise _unusable(f"{self._path} is in an unknown encoding ({error})") from error
 
     def _root(self, name: str, attributes: dict[str, str]) -> None:
         del attributes
@@ -239,7 +221,4 @@ class UnitParser:
         self._refuse(f"it uses the entity {name[:40]!r}, which it does not declare")
 
     def _refuse(self, fault: str) -> NoReturn:
-        raise DataError(
-            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}. Export the translation "
-            "memory again as TMX 1.4."
-        )
+        raise _unusable(f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}")

@@ -30,7 +30,6 @@ from pipeline.artifacts.manifest import (
     Kind,
     Manifest,
     RunRecord,
-    describe_name,
     describe_names,
     digest_of_part,
     how_to_restore,
@@ -154,30 +153,18 @@ class Artifact:
         return self.directory / name
 
     def unchecked_file(self, name: str) -> Path:
-        """Return the path of a file of the recorded size without reading it.
-
-        Raises:
-            ArtifactError: The artifact has no such file, or it is missing, a link or too short.
-        """
+        """Return the path of a file of the recorded size without reading it."""
         self._status(name, self._record(name))
         return self.directory / name
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compare all files, or those named, with their digests, once per process.
-
-        Raises:
-            ArtifactError: Names the file that is missing, damaged or a link.
-        """
+        """Compare all files, or those named, with their digests, once per process."""
         unknown = self._unknown(self.manifest.files if names is None else names)
         self._compare(unknown)
         self._remember(unknown)
 
     def _unknown(self, names: Iterable[str]) -> dict[str, _Intact]:
-        """Return the files that this process has not found intact, with entries to remember.
-
-        Raises:
-            ArtifactError: One is missing, a link or of another size.
-        """
+        """Return the files that this process has not found intact, with entries to remember."""
         unknown: dict[str, _Intact] = {}
         for name in sorted(names):
             record = self._record(name)
@@ -200,6 +187,10 @@ class Artifact:
             size = f"has {status.st_size} bytes, its manifest says {record.size}"
             raise self._damaged(path, size)
         return status
+
+    def refusal(self, problem: str) -> ArtifactError:
+        """Return the error about contents that its stage does not write."""
+        return ArtifactError(f"{problem}. Run stage {self.manifest.stage!r} again.")
 
     def _damaged(self, path: Path | str, problem: str) -> ArtifactError:
         return ArtifactError(f"{path} {problem}. {how_to_restore(self.directory)}.")
@@ -224,10 +215,7 @@ class Artifact:
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
-            raise ArtifactError(
-                f"{self.directory} has no file {name!r}; it was written by stage "
-                f"{self.manifest.stage!r}. Run that stage again."
-            )
+            raise self.refusal(f"{self.directory} has no file {name!r}")
         return self.manifest.files[name]
 
     def has(self, name: str) -> bool:
@@ -239,11 +227,7 @@ class Artifact:
         return sorted(name for name in self.manifest.files if name.startswith(prefix))
 
     def read_json(self, name: str) -> Any:
-        """Return the contents of a JSON file.
-
-        Raises:
-            ArtifactError: The file is broken, too large or too deeply nested.
-        """
+        """Return the contents of a JSON file."""
         return read_json(self.file(name))
 
 
@@ -270,12 +254,7 @@ class ArtifactWriter:
             ArtifactError: The name leads out of the artifact, or is one that none can have.
             FileNotFoundError: The working folder is gone: another process makes the artifact now.
         """
-        problem = describe_name(name)
-        if problem is not None:
-            raise ArtifactError(
-                f"A file of an artifact would be called {name!r}, which {problem}. Look at the "
-                "names in the input it is made from."
-            )
+        _refuse_names([name])
         path = self.directory / name
         if not path.parent.is_dir():
             for parent in reversed([*PurePath(name).parents][:-1]):
@@ -291,14 +270,17 @@ class ArtifactWriter:
 
         A linked file keeps its recorded digest, so it is not read again. A copy is hashed like a
         new file.
-
-        Raises:
-            ArtifactError: The file is missing, or has changed since it was written.
         """
         target = self.path(name)
         if link_or_copy(source.file(name), target):
             self.settled[target] = source.manifest.files[name]
         process.advance()
+
+
+def _refuse_names(names: Iterable[str]) -> None:
+    problem = describe_names(names)
+    if problem is not None:
+        raise ArtifactError(f"An artifact would hold a file {problem}. Name its inputs otherwise.")
 
 
 def stage_key(
@@ -360,20 +342,17 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
             f"{path} is {an_artifact(manifest.kind)} where {an_artifact(kind)} is wanted. Name "
             f"the folder of {an_artifact(kind)}."
         )
+    artifact = Artifact(directory=path, manifest=manifest)
     if manifest.format_version != FORMAT_VERSION[kind]:
-        raise ArtifactError(
+        raise artifact.refusal(
             f"{path} has format version {manifest.format_version}, this version of mmnmt reads "
-            f"{FORMAT_VERSION[kind]}. Run stage {manifest.stage!r} again."
+            f"{FORMAT_VERSION[kind]}"
         )
-    return Artifact(directory=path, manifest=manifest)
+    return artifact
 
 
 def refuse_changed(directory: Path) -> None:
-    """Refuse a finished artifact that has changed since its stage made it.
-
-    Raises:
-        ArtifactError: A file is missing or differs; the user's change must not be lost.
-    """
+    """Refuse a finished artifact that has changed since its stage made it: nothing may be lost."""
     manifest = read_manifest(directory)
     if manifest is not None:
         Artifact(directory, manifest).check(changed_files(directory, manifest))
@@ -476,9 +455,7 @@ def seal_artifact(
     """
     if files is None:
         files = settle_files(writer, files_below(writer.directory))
-    problem = describe_names(files)
-    if problem is not None:
-        raise ArtifactError(f"An artifact would hold a file {problem}. Name its inputs otherwise.")
+    _refuse_names(files)
     manifest = Manifest(
         kind=kind,
         format_version=FORMAT_VERSION[kind],

@@ -183,20 +183,18 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
         is_name = "/" not in pair and not any(map(describe_name, (first, second)))
         if not is_name or "-" in second or first >= second:
             _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
-        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+        if not isinstance(counts, dict) or not all(map(is_count, counts.values())):
             _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
     return dict(sorted(table.items()))
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Return whether a value of JSON is a whole number from 0 that fits 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
-    raise ArtifactError(
-        f"The statistics of {artifact.directory} {problem}. Run stage "
-        f"{artifact.manifest.stage!r} again."
-    )
+    raise artifact.refusal(f"The statistics of {artifact.directory} {problem}")
 
 
 def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
@@ -210,9 +208,6 @@ def imported_lines(artifact: Artifact) -> dict[str, int]:
 
     The data set keeps its tier, as in the paper, even if `clean` drops lines. An artifact
     without the statistic ``imported`` counts its own lines.
-
-    Raises:
-        ArtifactError: The statistics are malformed.
     """
     noted = pair_counts(artifact, "imported") if "imported" in artifact.statistics else {}
     imported = {pair: counts["train"] for pair, counts in noted.items() if counts.get("train")}
@@ -235,21 +230,13 @@ def joined_lines(artifact: Artifact) -> dict[str, dict[str, int]]:
 
 
 def listed_names(artifact: Artifact, name: str) -> set[str]:
-    """Return the names that the statistics list under ``name``; none if they do not say.
-
-    Raises:
-        ArtifactError: The statistics have something else there.
-    """
+    """Return the names that the statistics list under ``name``; none if they do not say."""
     names: list[str] = _statistic(artifact, name, _NAMES, default=[])
     return set(names)
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
-    """Return the ISO 15924 script of each language, if its text has a known script.
-
-    Raises:
-        ArtifactError: The statistics have something else there.
-    """
+    """Return the ISO 15924 script of each language, if its text has a known script."""
     entries = _statistic(corpus, "languages", _LANGUAGES, default={})
     return {code: entry.script for code, entry in entries.items() if entry.script}
 
@@ -332,11 +319,7 @@ def _damaged(problem: str) -> ArtifactError:
 
 
 def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
-    """Return all lines of one side of a pair.
-
-    Raises:
-        ArtifactError: There are more or fewer than the statistics say.
-    """
+    """Return all lines of one side of a pair; ArtifactError unless the statistics count as many."""
     path = corpus.file(text_name(split, pair, language))
     lines = list(iterate_lines(path))
     wanted = line_counts(corpus, split).get(pair, 0)
@@ -349,11 +332,7 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
 
 
 def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of two files side by side.
-
-    Raises:
-        ArtifactError: One file ends before the other.
-    """
+    """Yield the lines of two files side by side; ArtifactError if one ends before the other."""
     for line, counterpart in zip_longest(iterate_lines(first), iterate_lines(second)):
         if line is None or counterpart is None:
             raise _damaged(f"{first} and {second} differ in their number of lines")
@@ -380,11 +359,7 @@ def hypothesis_record(hypothesis: Hypothesis) -> dict[str, Any]:
 
 
 def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:
-    """Return the hypotheses of one direction, in the order of the corpus's test lines.
-
-    Raises:
-        ArtifactError: A line is malformed; the message names it.
-    """
+    """Return the hypotheses of one direction, in the order of the corpus's test lines."""
     path = translations.file(hypotheses_name(direction))
     return [
         hypothesis_of(record, what=f"Line {number} of {path}")
@@ -393,11 +368,7 @@ def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypoth
 
 
 def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
-    """Return the hypothesis of a JSON object.
-
-    Raises:
-        ArtifactError: The object is malformed; the message begins with ``what``.
-    """
+    """Return the hypothesis of a JSON object; the ArtifactError for others begins with ``what``."""
     try:
         return _HYPOTHESIS.validate_python(record)
     except ValidationError as error:
@@ -420,11 +391,7 @@ def scores_name(language: str, name: str) -> str:
 
 
 def translated_directions(translated: Artifact) -> list[Direction]:
-    """Return the directions of translated text.
-
-    Raises:
-        ArtifactError: The statistics do not name them.
-    """
+    """Return the directions of translated text."""
     names = [name.split("-") for name in _statistic(translated, "directions", _COUNTS, default={})]
     if not names or any(len(name) != 2 for name in names):
         _refuse_statistics(translated, "have no directions")

@@ -29,13 +29,8 @@ MAX_THREADS = 4
 def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
     """Return size and digest of files, each read once."""
     sizes = [path.stat().st_size for path in paths]
-    records = zip(paths, sizes, file_digests(paths), strict=True)
+    records = zip(paths, sizes, _by_threads(_file_digest, paths), strict=True)
     return {path: FileRecord(size=size, sha256=digest) for path, size, digest in records}
-
-
-def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Return the digests of files, in their order."""
-    return _by_threads(_file_digest, paths)
 
 
 def are_intact(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:
@@ -152,11 +147,7 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
     """Yield what is in a folder and its subfolders and is no folder.
 
     Folders that are linked in count as folders, once each: by their own name if they are below the
-    root without a link, else by the first link.
-
-    Args:
-        root: The folder.
-        hidden: Whether to yield hidden entries and those of hidden folders, too.
+    root without a link, else by the first link. ``hidden`` also yields what is hidden.
     """
     seen: set[tuple[int, int]] = set()
     starts = deque([root])

@@ -4,8 +4,8 @@
 """
 
 from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import is_count
 from pipeline.config.settings import shown
-from pipeline.errors import ArtifactError
 
 GROUPS_NAME = "groups.json"
 
@@ -18,19 +18,12 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
     """
     document = artifact.read_json(GROUPS_NAME)
     groups = document.get("groups") if isinstance(document, dict) else None
-    if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
-        raise ArtifactError(
-            f"{artifact.file(GROUPS_NAME)} does not give languages a group each. Run stage "
-            "'group_languages' again."
-        )
+    if not isinstance(groups, dict) or not groups or not all(map(is_count, groups.values())):
+        raise artifact.refusal(f"{artifact.file(GROUPS_NAME)} does not give languages a group each")
     numbers = set(groups.values())
     if numbers != set(range(len(numbers))):
-        raise ArtifactError(
+        raise artifact.refusal(
             f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
-            f"to {len(numbers) - 1} is wanted. Run stage 'group_languages' again."
+            f"to {len(numbers) - 1} is wanted"
         )
     return dict(sorted(groups.items()))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

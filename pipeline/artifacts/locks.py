@@ -208,11 +208,7 @@ class Lock:
     what: str
 
     def refuse_if_lost(self) -> None:
-        """Stop if the lock is gone or another process has taken it.
-
-        Raises:
-            ArtifactError: Names the process that took it.
-        """
+        """Stop if the lock is gone or another process has taken it; the ArtifactError names it."""
         loss = self.loss()
         if loss is not None:
             other = "Wait for the other one, or stop it, then run again."
@@ -305,11 +301,7 @@ def held_lock(path: Path) -> Lock | None:
 
 
 def refuse_if_lost(path: Path) -> None:
-    """Stop if this process held the lock at a path and lost it; where it held none, go on.
-
-    Raises:
-        ArtifactError: See :meth:`Lock.refuse_if_lost`.
-    """
+    """Stop if this process held the lock at a path and lost it; where it held none, go on."""
     lock = held_lock(path)
     if lock is not None:
         lock.refuse_if_lost()
@@ -390,11 +382,7 @@ class _Claim:
     _has_said: bool = False
 
     def wait(self) -> Lock:
-        """Return the lock as soon as this process holds it.
-
-        Raises:
-            ArtifactError: Another process holds it, or something else lies there.
-        """
+        """Return the lock as soon as this process holds it; ArtifactError if another keeps it."""
         vanished = 0
         while True:
             try:
@@ -435,9 +423,7 @@ class _Claim:
             raise
 
     def _why_to_follow(self, holder: _Record) -> str | None:
-        """Return why this process may take over from a holder, empty if nobody need know.
-
-        Return None if it is too early to tell.
+        """Return why this process may take over, empty if nobody need know; None if it is early.
 
         Raises:
             ArtifactError: The holder is alive.

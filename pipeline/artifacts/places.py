@@ -186,9 +186,6 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
     """Refuse an output where something lies that must not or was not asked to be replaced.
 
     ``kind`` is the kind of the new artifact; None accepts any kind there.
-
-    Raises:
-        ArtifactError: ``out_dir`` holds what would be lost.
     """
     if out_dir.name in ("", ".."):
         raise ArtifactError(f"{out_dir} does not end in a name. Give the new folder a name.")
@@ -214,11 +211,7 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
 
 
 def remove_artifact(directory: Path) -> None:
-    """Remove an artifact, first its name and then its files; do nothing if it is not there.
-
-    Raises:
-        ArtifactError: It contains a foreign file; nothing is removed.
-    """
+    """Remove an artifact, if there, first its name; ArtifactError if it has a foreign file."""
     if not os.path.lexists(directory):
         return
     reason = why_not_ours(directory)
@@ -250,11 +243,7 @@ def make_working(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """Yield all files of a working folder.
-
-    Raises:
-        OSError: A folder cannot be listed.
-    """
+    """Yield all files of a working folder; OSError if a folder cannot be listed."""
     for folder, _, names in os.walk(directory, onerror=_raise):
         yield from (path for name in names if (path := Path(folder, name)).is_file())
 
@@ -270,9 +259,6 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     """Rename ``new_dir`` to ``out_dir``, and then remove the previous output.
 
     A trained model is not removed but kept aside if its replacement was not made by training.
-
-    Raises:
-        ArtifactError: The previous output may not be replaced.
     """
     restore(out_dir)
     new = read_manifest(new_dir)

@@ -52,22 +52,14 @@ class RawPaths:
         return {f"{name}/{number}": path for number, path in enumerate(self.paths, start=1)}
 
     def records(self, name: str) -> dict[str, InputRecord]:
-        """Return the manifest's record of each path by input name.
-
-        Raises:
-            ArtifactError: A path does not exist.
-        """
+        """Return the manifest's record of each path by input name."""
         return {
             key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
             for key, path in self.named(name).items()
         }
 
     def only_path(self) -> Path:
-        """Return the single path.
-
-        Raises:
-            ConfigError: There are several.
-        """
+        """Return the single path; ConfigError if there are several."""
         if len(self.paths) > 1:
             raise ConfigError(
                 f"{', '.join(self.values)} are several paths where one is wanted. Name one."
@@ -102,11 +94,7 @@ class HubDataset:
         return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
 
     def only_path(self) -> Path:
-        """Refuse, because a data set has no path.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise ConfigError, because a data set has no path."""
         raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
 
 
@@ -252,11 +240,7 @@ def refuse_old_line_ends(place: str, text: bytes) -> None:
 
 
 def iterate_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
-
-    Raises:
-        ConfigError, DataError: As ``iterate_raw_lines``.
-    """
+    """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time."""
     with open_bytes(path) as stream:
         text = _UsualText(path)
         while block := stream.read(BLOCK_BYTES):
@@ -266,11 +250,7 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[ByteStream]:
-    """Open a plain or packed file, translating its errors within the block.
-
-    Raises:
-        ConfigError, DataError: As ``iterate_raw_lines``.
-    """
+    """Open a plain or packed file, translating its errors within the block."""
     try:
         if path.suffix == ".zst":
             with _open_zstd(path) as stream:
@@ -380,10 +360,6 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, An
     """Yield each row of a table, restricted to the requested columns that exist in the file.
 
     If it has none of them, rows have the names of all columns, without values.
-
-    Raises:
-        ConfigError: The package pyarrow is missing.
-        DataError: The file cannot be read.
     """
     with _named_errors(path):
         open_table = _open_parquet if path.suffix == PARQUET else _open_arrow

@@ -46,7 +46,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     unfinished_dirs,
 )
-from pipeline.config.recorded import (
+from pipeline.config.recipe import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
     STATES_SAVED,
@@ -105,11 +105,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
 
 
 def claim_run_folder(directory: Path, *, work: Work) -> None:
-    """Make a run folder, or mark an existing folder.
-
-    Raises:
-        ArtifactError: See :func:`refuse_run_folder`.
-    """
+    """Make a run folder, or mark an existing folder of this work."""
     refuse_run_folder(directory, work=work)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER_NAME).touch()
@@ -117,21 +113,14 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
-    _remove_stacks(directory)
-    for pattern in patterns:
-        for path in directory.glob(pattern):
-            path.unlink()
-    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
-        (directory / MARKER_NAME).unlink(missing_ok=True)
-        directory.rmdir()
-
-
-def _remove_stacks(directory: Path) -> None:
-    for pattern in STACK_FILES:
+    for pattern in (*STACK_FILES, *patterns):
         for path in directory.glob(pattern):
             path.unlink()
     with suppress(OSError):  # there is none, or it is not empty
         stacks_dir(directory).rmdir()
+    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
+        (directory / MARKER_NAME).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _is_marked(directory: Path) -> bool:
@@ -143,11 +132,7 @@ def _is_marked(directory: Path) -> bool:
 
 
 def set_aside(out_dir: Path) -> Path:
-    """Rename the output of a training stage and its run folder to a free place, and return it.
-
-    Raises:
-        ArtifactError: The folder there is foreign; nothing is renamed.
-    """
+    """Rename a training stage's output and run folder to a free place, and return it."""
     run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
     refuse_run_folder(run_folder, work="training")
     if os.path.lexists(out_dir):
@@ -224,12 +209,7 @@ def why_not_to_go_on(
     """Return the first difference that prevents training from resuming at a state; None if none.
 
     The machine, and the intervals of states and validation, may differ. The number of updates may
-    be any that is not below the updates done.
-
-    Args:
-        state: State to resume from.
-        config: Settings of the training that is to go on.
-        digests: Digests of its inputs; None if they are unchanged.
+    be any that is not below the updates done. ``digests`` of the inputs are None if unchanged.
     """
     noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
     change = describe_change(_of_every_update(noted), _of_every_update(wanted))

@@ -70,12 +70,7 @@ class Segmenters:
         return language in self._tokenizer.segmenters
 
     def load(self, languages: Iterable[str]) -> None:
-        """Load the segmenters of those languages that have one.
-
-        Raises:
-            ConfigError: A library is missing, or the recipe does not say where a function lies, or
-                names another file.
-        """
+        """Load the segmenters of those languages that have one."""
         for language in sorted(languages):
             if language in self and language not in self._loaded:
                 self._loaded[language] = self._found(language)
@@ -115,15 +110,11 @@ class Segmenters:
             words = list(answer)
             changed = "".join(words)
         except Exception as error:  # user code may raise anything
-            raise ConfigError(
-                f"{what} failed on {shown(text)!r} ({_said(error)}). Correct it, "
-                "or name another under tokenizer.segmenters."
-            ) from error
+            raise _incorrect(f"{what} failed on {shown(text)!r} ({_said(error)})") from error
         if changed != text:
-            raise ConfigError(
-                f"{what} changes {shown(text)!r} to {shown(changed)!r}. Its words must join "
-                "to the text that it is given: correct it, or name another under "
-                "tokenizer.segmenters."
+            raise _incorrect(
+                f"{what} changes {shown(text)!r} to {shown(changed)!r}, and its words must join to "
+                "the text that it is given"
             )
         return [word for word in words if word]
 
@@ -152,11 +143,7 @@ class Segmenters:
 def segmenter_records(
     named: Mapping[str, str], languages: Collection[str]
 ) -> dict[str, SegmenterRecord]:
-    """Return the records of the segmenters that a recipe names, for a new tokenizer.
-
-    Raises:
-        ConfigError: A language is unknown, or a segmenter cannot be loaded.
-    """
+    """Return the records of the segmenters that a recipe names, for a new tokenizer."""
     records: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
         code = _code_of(spelling, languages)
@@ -216,11 +203,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 class JapaneseWords:
-    """Segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic.
-
-    Raises:
-        ConfigError: They are not installed.
-    """
+    """Segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic."""
 
     def __init__(self) -> None:
         try:
@@ -247,11 +230,7 @@ class JapaneseWords:
 
 
 def read_function_file(name: str) -> tuple[Path, str, bytes]:
-    """Return path, function name and content of ``path/to/file.py:function``.
-
-    Raises:
-        ConfigError: The file is missing.
-    """
+    """Return path, function name and content of ``path/to/file.py:function``."""
     path, _, function = name.rpartition(":")
     fix = "correct tokenizer.segmenters: its paths start at the current folder"
     content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, fix=fix)
@@ -259,11 +238,7 @@ def read_function_file(name: str) -> tuple[Path, str, bytes]:
 
 
 def load_function(path: Path, function: str, content: bytes) -> Segmenter:
-    """Run a file of this content as a module of its own, and return its function.
-
-    Raises:
-        ConfigError: The file fails, or has no such function.
-    """
+    """Run a file of this content as a module of its own, and return its function."""
     module = ModuleType(f"segmenter_{_sha256(content)[:12]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -276,6 +251,10 @@ def load_function(path: Path, function: str, content: bytes) -> Segmenter:
         raise _unusable(f"{path}:{function}, and the file has no such function. Correct the name.")
     segmenter: Segmenter = found
     return segmenter
+
+
+def _incorrect(problem: str) -> ConfigError:
+    return ConfigError(f"{problem}. Correct it, or name another under tokenizer.segmenters.")
 
 
 def _unusable(problem: str) -> ConfigError:

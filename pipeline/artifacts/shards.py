@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, is_synthetic, languages, line_counts
+from pipeline.artifacts.corpus import Direction, Split, is_count, is_synthetic, languages, line_counts
 from pipeline.artifacts.manifest import Manifest
 from pipeline.config.settings import shown
-from pipeline.errors import ArtifactError
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -100,15 +99,22 @@ def open_shard(
         offsets = _map_offsets(offsets_path)
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{offsets_path} or {tokens_path.name} next to it cannot be read ({error}). Run stage "
-            f"{artifact.manifest.stage!r} again."
-        ) from error
-    tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))
+        what = f"{offsets_path} or {tokens_path.name} next to it"
+        raise artifact.refusal(f"{what} cannot be read ({error})") from error
+    num_tokens = int(offsets[-1])
+    types = [kind for kind in ("<u2", "<u4") if num_bytes == num_tokens * int(kind[-1])]
+    if not types:
+        raise artifact.refusal(
+            f"{tokens_path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of "
+            "its offsets"
+        )
+    tokens: Tokens = _map(tokens_path, np.dtype(types[0]))
     if not has_begins:
         return Shard(tokens, offsets)
     begins_path = artifact.file(begins_name(split, pair, language))
-    return Shard(tokens, offsets, _map_begins(begins_path, num_tokens=len(tokens)))
+    if (size := begins_path.stat().st_size) != num_tokens:
+        raise artifact.refusal(f"{begins_path} has {size} bytes for {num_tokens} tokens")
+    return Shard(tokens, offsets, _map(begins_path, np.dtype(np.uint8)))
 
 
 def with_equal_limit(manifest: Manifest, directory: Path, *, max_tokens: int) -> Manifest:
@@ -146,12 +152,9 @@ def _longest(manifest: Manifest, directory: Path, *, most: int) -> int:
 
 
 def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
-    """Map the starts of the sentences into memory.
+    """Map the starts of the sentences into memory; ValueError if they do not ascend from 0.
 
     The header is compared, not parsed: numpy would trust its types and sizes.
-
-    Raises:
-        ValueError: They are not whole numbers ascending from 0.
     """
     with path.open("rb") as stream:
         header = stream.read(_HEADER_BYTES)
@@ -166,36 +169,17 @@ def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
     return offsets
 
 
-def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
-    """Map the tokens into memory, with the stored type that follows from the two sizes."""
-    for stored_type in (np.dtype("<u2"), np.dtype("<u4")):
-        if num_bytes == num_tokens * stored_type.itemsize:
-            if num_tokens == 0:
-                return np.empty(0, stored_type)
-            return np.asarray(np.memmap(path, dtype=stored_type, mode="r"))
-    raise ArtifactError(
-        f"{path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of its "
-        "offsets. Restore both files from a copy or run the stage again."
-    )
-
-
-def _map_begins(path: Path, *, num_tokens: int) -> Flags:
-    if path.stat().st_size != num_tokens:
-        raise ArtifactError(
-            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens. Restore both files "
-            "from a copy or run the stage again."
-        )
-    if num_tokens == 0:
-        return np.empty(0, np.uint8)
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+def _map(path: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Map all values of a file into memory; an empty file cannot be mapped."""
+    if not path.stat().st_size:
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, dtype=kind, mode="r"))
 
 
 class ShardWriter:
     """Writer of one side of a pair, batch by batch, which keeps nothing in memory.
 
-    ``names`` are the names of its files in the artifact.
-
-    ``size`` is the number of ids of the tokenizer.
+    ``names`` are its files in the artifact, ``size`` the number of ids of the tokenizer.
     """
 
     def __init__(
@@ -313,11 +297,7 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
 
 
 def read_mixture(artifact: Artifact) -> Mixture:
-    """Return the phases of a mixture.
-
-    Raises:
-        ArtifactError: The file holds something else, or probabilities do not sum to 1.
-    """
+    """Return the phases of a mixture."""
     document = artifact.read_json(MIXTURE_NAME)
     first = document if isinstance(document, dict) else {}
     later = first.get("phases", [])
@@ -334,7 +314,7 @@ def read_mixture(artifact: Artifact) -> Mixture:
 
 def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
     begin, pairs = document.get("from_update"), document.get("pairs")
-    if not isinstance(begin, int) or isinstance(begin, bool) or not 1 <= begin < 2**63:
+    if not begin or not is_count(begin):
         _refuse(artifact, "has a phase that does not say from which update on")
     entries = dict(sorted(pairs.items())) if isinstance(pairs, dict) else {}
     probabilities = {
@@ -359,4 +339,4 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
-    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}. Run stage 'mix' again.")
+    raise artifact.refusal(f"{artifact.file(MIXTURE_NAME)} {problem}")

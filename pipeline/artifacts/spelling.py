@@ -90,9 +90,7 @@ def rule_of(form: Form, known: frozenset[str] | None = None) -> bytes:
     SentencePiece's ``nmt_nfkc`` would replace more, at the cost of translations: Chinese commas,
     Japanese brackets, ``m²`` and ``№``, and the joiner that Persian needs.
 
-    Args:
-        form: The form.
-        known: The characters of a vocabulary: what it knows only in parts is not composed.
+    A vocabulary of the characters ``known`` keeps apart letters that it knows only in parts.
     """
     rule: dict[str, str] = {}
     for character in (*_CHARACTERS, *_NARROW_KANA):

@@ -254,15 +254,13 @@ class Tokenizer:
                 "that ids do not tell words apart. Use a vocabulary of bytes or characters."
             )
         return tuple(
-            index for index, piece in pieces.items() if piece is None or is_white_space(piece)
+            index
+            for index, piece in pieces.items()
+            if piece is None or piece in WHITE_SPACE_BYTES or not piece.replace(SPACE, " ").strip()
         )
 
     def language_token_id(self, code: str) -> int:
-        """Return the id of a language's token.
-
-        Raises:
-            ConfigError: No such language; names the nearest codes.
-        """
+        """Return the id of a language's token; the ConfigError names the nearest codes."""
         if code not in self._language_ids:
             nearest = ", ".join(nearest_codes(code, self.languages)) or "none"
             raise ConfigError(
@@ -276,11 +274,7 @@ class Tokenizer:
         return not self.target_languages or code in self.target_languages
 
     def refuse_to_write(self, code: str) -> None:
-        """Refuse a language that it has no pieces to translate into.
-
-        Raises:
-            ConfigError: Names the languages that it has pieces for.
-        """
+        """Refuse a language that it has no pieces to translate into."""
         if not self.writes(code):
             raise ConfigError(
                 f"The tokenizer has pieces to translate into {listed(self.target_languages)} "
@@ -337,11 +331,6 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((target_token,), (tokenizer.eos_id,))
         case "src-suffix-tgt":
             return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
-
-
-def is_white_space(piece: str) -> bool:
-    """Return whether a piece is only white space, in text or as a byte."""
-    return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:
@@ -442,11 +431,7 @@ def write_tokenizer(
 
 
 def tokenizer_folder(artifact: Artifact) -> Path:
-    """Return the folder of the tokenizer's files in a tokenizer or another artifact.
-
-    Raises:
-        ArtifactError: One of them is missing or not as the manifest says.
-    """
+    """Return the folder of the tokenizer's files in a tokenizer or another artifact."""
     folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
     directory = artifact.file(folder + DESCRIPTION_NAME).parent
     artifact.check([folder + name for name in _read_description(directory).model_names])
@@ -467,11 +452,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Read the contents of a tokenizer's files.
-
-    Raises:
-        ArtifactError: A file is missing or damaged.
-    """
+    """Read the contents of a tokenizer's files."""
     description = _read_description(directory)
     models = [_read(directory / name) for name in description.model_names]
     return TokenizerFiles(description, *models) if models else TokenizerFiles(description, None)

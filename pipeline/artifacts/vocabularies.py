@@ -124,15 +124,13 @@ class SentencePieceVocabulary:
         name: str = MODEL_NAME,
     ) -> None:
         if not model:  # SentencePiece accepts an empty model, and then fails in every call
-            raise ArtifactError(f"{name} is empty. Restore it from a copy.")
+            raise _damaged(f"{name} is empty")
         try:
             # The characters of a model over bytes stand for bytes: a rule would change them.
             self._model = with_any_rule(model) if is_text else model
             self._processor = SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
-            raise ArtifactError(
-                f"{name} is not a SentencePiece model. Restore it from a copy."
-            ) from error
+            raise _damaged(f"{name} is not a SentencePiece model") from error
         self._made_by = partial(type(self), has_specials=has_specials, is_text=is_text)
         self.size = self._processor.get_piece_size()
         self.pad_id = self._processor.pad_id()
@@ -238,9 +236,9 @@ class ByteLevelVocabulary:
         spelled = filter(None, map(self._pieces.piece, range(self.size)))
         others = set().union(*spelled) - {*_READ, SPACE}
         if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
-            raise ArtifactError(
+            raise _damaged(
                 f"{name} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
-                "bytes (byte_bpe). Restore both from one copy."
+                "bytes (byte_bpe)"
             )
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
@@ -286,9 +284,8 @@ class SourceAndTargetVocabulary:
     ) -> None:
         for one in (source, target):
             if _specials(one) != tuple(SPECIALS.values()):
-                raise ArtifactError(
-                    f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials "
-                    f"{SPECIALS}. Restore them from a copy."
+                raise _damaged(
+                    f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials {SPECIALS}"
                 )
         self._source, self._target = source, target
         self._shift = target.size - len(SPECIALS)
@@ -326,17 +323,13 @@ class SourceAndTargetVocabulary:
 
 
 class RenumberedVocabulary:
-    """Vocabulary with the ids of a numbering.
-
-    Raises:
-        ArtifactError: The numbering has another number of pieces.
-    """
+    """Vocabulary with the ids of a numbering; ArtifactError if it has another number of pieces."""
 
     def __init__(self, vocabulary: Vocabulary, numbering: Numbering) -> None:
         if len(numbering.pieces) != vocabulary.size:
-            raise ArtifactError(
+            raise _damaged(
                 f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
-                f"has {vocabulary.size:,}. Restore both from one copy."
+                f"has {vocabulary.size:,}"
             )
         self._vocabulary = vocabulary
         self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
@@ -364,6 +357,10 @@ class RenumberedVocabulary:
         """Return the piece of an id; None for ids without one."""
         own = self._pieces.get(index)
         return None if own is None else self._vocabulary.piece(own)
+
+
+def _damaged(problem: str) -> ArtifactError:
+    return ArtifactError(f"{problem}. Restore the tokenizer's files from one copy.")
 
 
 def _specials(vocabulary: Vocabulary) -> tuple[int, int, int, int]:

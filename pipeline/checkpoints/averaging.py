@@ -19,7 +19,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.checkpoints.resharding import PieceReader
 from pipeline.checkpoints.weights import TensorFiles
-from pipeline.config.recorded import describe_change
+from pipeline.config.recipe import describe_change
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model.parameters import tensor_shapes
 from pipeline.terminal import counted, track

@@ -17,8 +17,7 @@ from pipeline.artifacts.run_folders import read_position
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
 from pipeline.checkpoints.resharding import split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
-from pipeline.config.recipe import leaf_settings
-from pipeline.config.recorded import setting_changes
+from pipeline.config.recipe import leaf_settings, setting_changes
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track

@@ -61,11 +61,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_settings(document: object, *, path: Path | str) -> None:
-    """Refuse settings that nest too deep, or have the character NUL, which no path can have.
-
-    Raises:
-        ConfigError: ``path`` begins the sentence.
-    """
+    """Refuse settings that nest too deep, or have the character NUL, which no path can have."""
     check_depth(document, path=path, error=ConfigError)
     if "\0" in _texts(document):
         raise ConfigError(f"{path} has the character NUL (\\u0000) in a text. Leave it out.")
@@ -94,13 +90,7 @@ def shipped(folder: str) -> dict[str, Path]:
 def toml_path(name: str, *, folder: str, what: str) -> Path:
     """Return the file of ``NAME`` (one that ships in ``folder``) or ``PATH.toml``.
 
-    Args:
-        name: the name or path.
-        folder: the folder of this package, ``recipes``.
-        what: a file of it in words, for example ``recipe``.
-
-    Raises:
-        ConfigError: no such file ships.
+    ``what`` is a file of the folder in words, for example ``recipe`` in ``recipes``.
     """
     if name.endswith(".toml"):
         return Path(name)
@@ -121,21 +111,13 @@ def beside(name: str, path: Path) -> str:
 
 
 def read_json(path: Path, *, error: type[UserError] = ArtifactError, fix: str = RESTORE) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        UserError: of the given type: it cannot be read, is too large or too deep, or is broken.
-    """
+    """Parse a JSON file; the error has the given type."""
     content = read_bytes(path, error=error, fix=fix)
     return parse_json(content, what=str(path), error=error, fix=fix)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file with one JSON object per line.
-
-    Raises:
-        ArtifactError: names the first line that is none.
-    """
+    """Yield the objects of a file with one JSON object per line."""
     for number, line in enumerate(byte_lines(path, fix=RESTORE), start=1):
         yield json_object(line, what=f"Line {number} of {path}")
 
@@ -155,11 +137,7 @@ def read_bytes(
     error: type[UserError] = ArtifactError,
     fix: str = RESTORE,
 ) -> bytes:
-    """Return the content of a file that has at most ``limit`` bytes.
-
-    Raises:
-        UserError: of the given type: it cannot be read, or is longer.
-    """
+    """Return the content of a file of at most ``limit`` bytes; the error has the given type."""
     refuse_pipe(path, error=error)
     try:
         with path.open("rb") as stream:
@@ -195,10 +173,8 @@ def parse_json(
 ) -> Any:
     """Parse JSON; refuse NaN and infinities, which JSON does not have.
 
-    ``unique`` also refuses an object with a key twice, of which the last would be kept.
-
-    Raises:
-        UserError: of the given type: too deep, or broken; ``what`` begins the sentence.
+    ``unique`` also refuses an object with a key twice, of which the last would be kept. The error
+    has the given type, and begins with ``what``.
     """
     try:
         hook = as_object if unique else None
@@ -248,11 +224,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
-    r"""Yield lines of bounded length, each with the ``\n`` that ends it.
-
-    Raises:
-        ArtifactError: the file cannot be read, or a line is longer.
-    """
+    r"""Yield lines of at most ``MAX_JSON_BYTES``, each with the ``\n`` that ends it."""
     try:
         with path.open("rb") as stream:
             while line := stream.readline(MAX_JSON_BYTES + 1):
@@ -268,9 +240,7 @@ def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
     """Yield the lines of a document as TOML; leave out None, since TOML has no null.
 
-    Args:
-        document: text, numbers, truth values, lists and tables.
-        table: the dotted name of the table that the document is.
+    ``table`` is the dotted name of the table that the document is.
     """
     tables = {name: value for name, value in document.items() if isinstance(value, Mapping)}
     for name, value in document.items():
@@ -392,11 +362,7 @@ class JsonLines:
         temporary.replace(self.path)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the records, without a last line that a killed run left incomplete.
-
-        Raises:
-            ArtifactError: names the line that is none.
-        """
+        """Yield the records, without a last line that a killed run left incomplete."""
         return (record for _, record in self._complete())
 
     def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:

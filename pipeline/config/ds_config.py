@@ -146,11 +146,7 @@ def ds_config_names() -> list[str]:
 
 
 def ds_config_path(name_or_path: str) -> Path:
-    """Return the file of ``NAME`` (a ds_config that ships) or ``PATH.json``.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """Return the file of ``NAME`` (a ds_config that ships) or ``PATH.json``."""
     if name_or_path == AUTO:
         name_or_path = name_for(visible_gpus())
     path = Path(name_or_path)
@@ -163,11 +159,7 @@ def ds_config_path(name_or_path: str) -> Path:
 
 
 def load_ds_config(name_or_path: str) -> dict[str, Any]:
-    """Parse a ds_config.
-
-    Raises:
-        ConfigError: no such file, not a JSON object, or a key that the recipe owns.
-    """
+    """Parse and check a ds_config."""
     path = ds_config_path(name_or_path)
     document = read_json(path, error=ConfigError, fix="correct it")
     if not isinstance(document, dict):
@@ -177,11 +169,7 @@ def load_ds_config(name_or_path: str) -> dict[str, Any]:
 
 
 def check_ds_config(config: Mapping[str, Any]) -> None:
-    """Refuse keys of the recipe, keys that would be ignored, and ZeRO stages other than 1 and 2.
-
-    Raises:
-        ConfigError: names the key and where it belongs.
-    """
+    """Refuse keys of the recipe, keys that would be ignored, and ZeRO stages other than 1 and 2."""
     for key in config:
         if key in RECIPE_KEYS:
             raise ConfigError(
@@ -197,9 +185,9 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {_shown(stage)}. Use 1 or 2; stage 0 computes "
-            "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
-            "expert parallelism."
+            f"The ds_config asks for ZeRO stage {shown(json.dumps(stage))}. Use 1 or 2; stage 0 "
+            "computes a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's "
+            "groups of expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if accumulates_in not in (None, *ACCUMULATION_TYPES):
@@ -269,20 +257,11 @@ def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
 
 
 def _refuse(key: str, value: object, wanted: str) -> NoReturn:
-    raise ConfigError(f"The ds_config's {key} is {_shown(value)}. Use {wanted}.")
-
-
-def _shown(value: object) -> str:
-    return shown(json.dumps(value))
+    raise ConfigError(f"The ds_config's {key} is {shown(json.dumps(value))}. Use {wanted}.")
 
 
 def check_ranks(recipe: Recipe, *, ranks: int) -> None:
-    """Check that so many ranks can train by the recipe.
-
-    Raises:
-        ConfigError: an update has fewer micro-batches, or the experts cannot be spread over the
-            expert-parallel ranks.
-    """
+    """Refuse more ranks than micro-batches, and ranks over which the experts cannot be spread."""
     micro_batches = recipe.batches.micro_batches
     if ranks > micro_batches:
         raise ConfigError(
@@ -304,9 +283,6 @@ def passes_per_update(recipe: Recipe, *, ranks: int, per_pass: int = 1) -> int:
     """Return the forward and backward passes of every rank per update, ⌈⌈M / W⌉ / k⌉.
 
     M is ``batches.micro_batches``, W the number of ranks, and k the micro-batches of a pass.
-
-    Raises:
-        ConfigError: there are more ranks than micro-batches.
     """
     check_ranks(recipe, ranks=ranks)
     turns = math.ceil(recipe.batches.micro_batches / ranks)

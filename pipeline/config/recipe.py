@@ -8,11 +8,14 @@ machines are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``
 
 Overrides are laid over all of that: on a command line ``--set SECTION.SETTING=VALUE``, in a plan a
 table ``set`` with the structure of a recipe. Both become the same nested table.
+
+Manifests record settings. The last part of this module compares them with settings of today.
 """
 
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -260,9 +263,6 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
     Args:
         name: the recipe; None: all settings at their defaults.
         overrides: sections and settings, as ``--set`` of a command or ``set`` of a plan has them.
-
-    Raises:
-        ConfigError: no such recipe, a circle of parents, or a setting that does not exist or fit.
     """
     sections = overrides or {}
     merged: dict[str, Any] = {}
@@ -282,11 +282,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
 
 
 def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
-    """Return what an overlay states.
-
-    Raises:
-        ConfigError: no such recipe, or it has a parent.
-    """
+    """Return what an overlay states; ConfigError if it has a parent."""
     document = _read_recipe(name)
     if "parent" in document:
         raise ConfigError(
@@ -299,15 +295,8 @@ def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
 def setting_origins(name: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Map each setting that is not at its default to the layer that decides it.
 
-    Args:
-        name: the recipe; None: all settings at their defaults.
-        overrides: sections and settings, as ``--set`` of a command states them.
-
     Returns:
         Dotted name → ``parent recipe NAME``, ``recipe NAME``, ``overlay NAME`` or ``--set``.
-
-    Raises:
-        ConfigError: no such recipe, or a circle of parents.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -398,11 +387,7 @@ _BARE_WORD = re.compile(r"[^\s\[{\"'][^\n\r]*")
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the nested table of ``--set`` values; a later value replaces an earlier one.
-
-    Raises:
-        ConfigError: one is not of the form SECTION.SETTING=VALUE, or its value is not TOML.
-    """
+    """Return the nested table of ``--set`` values; a later value replaces an earlier one."""
     overrides: dict[str, Any] = {}
     for text in texts:
         overrides = merge(overrides, _parse(text))
@@ -446,44 +431,149 @@ def without_stated(
 def _parse(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or "." not in key or not value.strip() or text.count("\n"):
-        raise ConfigError(
-            f"--set {shown(text)}: it is not of the form SECTION.SETTING=VALUE. "
-            "Write, for example, --set training.updates=300."
-        )
+        fix = "Write, for example, --set training.updates=300"
+        raise _unusable(text, f"it is not of the form SECTION.SETTING=VALUE. {fix}")
     if key.count(".") > MAX_TOML_DOTS:
-        raise ConfigError(
-            f"--set {shown(text)}: its name has more than {MAX_TOML_DOTS} dots. Settings nest "
-            "4 deep."
-        )
+        raise _unusable(text, f"its name has more than {MAX_TOML_DOTS} dots. Settings nest 4 deep")
     document = _toml(f"{key} = 0")
     if document is None:
-        raise ConfigError(
-            f"--set {shown(text)}: {shown(key)!r} is not the name of a setting. "
-            "Write it as SECTION.SETTING."
-        )
-    found = _toml(f"{key} = {value}") or _with_text(document, _bare_word(text, value.strip()))
+        fix = "Write it as SECTION.SETTING"
+        raise _unusable(text, f"{shown(key)!r} is not the name of a setting. {fix}")
+    found = _toml(f"{key} = {value}")
+    if not found and not _BARE_WORD.fullmatch(value.strip()):
+        fix = "Write a number, true, false, a word, or a TOML list or table in the quotes of your"
+        raise _unusable(text, f"its value is not valid TOML. {fix} shell")
+    found = found or _with_text(document, value.strip())
     check_settings(found, path=f"--set {shown(text)}")
     return found
 
 
+def _unusable(text: str, problem: str) -> ConfigError:
+    return ConfigError(f"--set {shown(text)}: {problem}.")
+
+
 def _toml(line: str) -> dict[str, Any] | None:
-    """Return the one setting of a line of TOML; None if it is not TOML."""
+    """Return the only setting of a line of TOML; None if it is not TOML."""
     try:
         return tomllib.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
-def _bare_word(text: str, value: str) -> str:
-    if not _BARE_WORD.fullmatch(value):
-        raise ConfigError(
-            f"--set {shown(text)}: its value is not valid TOML. Write a number, true, false, a "
-            "word, or a TOML list or table in the quotes of your shell."
-        )
-    return value
-
-
 def _with_text(document: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the document with its one setting, however deep, set to a text."""
     [(key, value)] = document.items()
     return {key: _with_text(value, text) if isinstance(value, dict) else text}
+
+
+# ---------------------------------------------------------------- recorded settings
+
+DECIDE_NOTHING = (
+    "training.checkpoint_every",
+    "training.expert_parallel_size",
+    "training.keep_last",
+    "training.recompute_layers",
+    "training.resource_thresholds",
+    "training.skip_nonfinite_after",
+)
+"""Settings of training that change neither an update nor which weights are kept.
+
+They say how many states are written and when, which rank holds which expert, which layers are
+recomputed to save memory, how curves summarize validation, and whether a run ends that can only go
+on without some micro-batches. Manifests leave out [logging] and [saving] altogether.
+"""
+
+NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
+"""Settings → the default of earlier versions and of today: results of the first stay up to date."""
+
+NEWER = ("tokenizer.normalization",)
+"""Settings of which no value is what versions did that had none: results of these stay up to date,
+such as a vocabulary that a model was trained with."""
+
+THRESHOLDS = "training.resource_thresholds"
+STATES_SAVED = "training.checkpoint_every"
+
+DECIDE_WHICH_WEIGHTS = (
+    "batches.evaluation_tokens",
+    "training.average_last",
+    "training.best_by_route",
+    "training.patience",
+    "training.validate_every",
+)
+"""Settings that change no update but decide which weights are kept, and how many.
+
+A run goes on when such a setting changes; a finished model becomes another. ``training.best_by`` is
+not among them: with another value, the stored perplexity covers other pairs.
+"""
+
+
+def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Return the names that decide nothing together with the other settings of ``config``.
+
+    Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
+    weights are kept. With ``training.average_last`` the weights are the mean of states saved.
+    """
+    training = config.get("training", {})
+    deciding = {
+        THRESHOLDS: training.get("best_by", "all") != "all",
+        STATES_SAVED: training.get("average_last", 0) > 0,
+    }
+    return [name for name in names if not deciding.get(name, False)]
+
+
+def setting_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, every: bool = False
+) -> list[str]:
+    """Return ``section.setting: old → new`` for every setting that differs, sorted.
+
+    Unless ``every`` is set, settings that earlier versions had otherwise do not count.
+    """
+    before, after = dict(leaf_settings(old)), dict(leaf_settings(new))
+    return [
+        f"{name}: {_shown(name, before)} → {_shown(name, after)}"
+        for name in sorted({*before, *after})
+        if before.get(name, "unset") != after.get(name, "unset")
+        and (every or (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name))
+        and (every or name in before or name not in NEWER)
+    ]
+
+
+def _shown(name: str, flat: Mapping[str, Any]) -> Any:
+    is_table = any(other.startswith(f"{name}.") for other in flat)
+    return flat.get(name, "a table" if is_table else "unset")
+
+
+def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return the first difference, as ``training.updates: 10 → 20``; None if there is none."""
+    return next(iter(setting_changes(old, new)), None)
+
+
+def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return nested settings without some names (``section``, ``section.setting``, …)."""
+    kept = dict(tree)
+    for name in names:
+        first, _, below = name.partition(".")
+        if not below:
+            kept.pop(first, None)
+        elif isinstance(table := kept.get(first), Mapping):
+            kept[first] = without_settings(table, [below])
+    return kept
+
+
+def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
+    """Return the recorded sections of a recipe, completed by settings that are newer than them.
+
+    A missing setting gets its default, because a new setting does by default what was done before;
+    settings of ``NEWER`` stay missing. A section is unchanged if it cannot be read any more, for
+    example because it has a removed setting with an effect other than today's. For a setting
+    (``training.seed``) the whole section is completed.
+    """
+    kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
+    completed = dict(noted)
+    for name in {entry.partition(".")[0] for entry in sections} & kinds.keys():
+        with suppress(ValidationError):
+            section = kinds[name].model_validate(noted.get(name, {}))
+            missing = [one for one in NEWER if one.partition(".")[2] not in noted.get(name, {})]
+            full = {name: section.model_dump(mode="json")}
+            completed |= without_settings(full, missing)
+    return completed

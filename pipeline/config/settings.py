@@ -158,10 +158,7 @@ def describe_validation(
 ) -> str:
     """Describe pydantic's first findings in sentences: where, which value, what is allowed.
 
-    Args:
-        error: what pydantic found.
-        settings: the table that it found it in.
-        also: further names that the file may have at its top, for example ``parent``.
+    ``also`` are further names that the file may have at its top, for example ``parent``.
     """
     findings = error.errors(include_url=False)
     described = _with_choices_once(
@@ -432,8 +429,7 @@ class InstalledExtension:
     def report_sections(self, analyses: Mapping[str, Any]) -> Any:  # noqa: ARG002 (one signature)
         """Return each :class:`~pipeline.evaluation.tables.ReportSection` about analyses.
 
-        Args:
-            analyses: name → artifact of kind ``analysis``, as the stage ``evaluate`` is given them.
+        ``analyses`` are artifacts by name, as the stage ``evaluate`` is given them.
         """
         return ()
 

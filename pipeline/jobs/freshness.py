@@ -33,7 +33,7 @@ from pipeline.artifacts.places import free_place_aside, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.documents import JsonLines
-from pipeline.config.recorded import setting_changes, with_defaults
+from pipeline.config.recipe import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import ResolvedPlan, Task, manifest_of
 from pipeline.stage import Stage, StageCall

@@ -17,7 +17,7 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.config.recorded import describe_change
+from pipeline.config.recipe import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.estimates.devices import micro_batches_that_fit, peak_operations

@@ -48,7 +48,7 @@ from pipeline.artifacts.run_folders import (
 )
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
-from pipeline.config.recorded import describe_change, with_defaults
+from pipeline.config.recipe import describe_change, with_defaults
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.world import (
     StopFlag,

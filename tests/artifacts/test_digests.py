@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from unittest import mock
@@ -367,18 +367,18 @@ def test_ranks_hash_a_share_each(pool2: ProcessPool, shared: Artifact) -> None:
     assert {len(first), len(second)} == {1, 2}
 
 
-@pytest.mark.parametrize("damaged", ["a.txt", "deep/b.bin"])
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("a.txt", tamper, "damaged"),
+        ("deep/b.bin", tamper, "damaged"),
+        ("a.txt", Path.unlink, "missing"),
+    ],
+)
 def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
-    pool2: ProcessPool, shared: Artifact, damaged: str
+    pool2: ProcessPool, shared: Artifact, name: str, spoil: Callable[[Path], None], said: str
 ) -> None:
-    tamper(shared.directory / damaged)
+    spoil(shared.directory / name)
     (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
     assert first == second
-    assert f"{damaged} is damaged" in first
-
-
-def test_a_missing_file_is_one_error_on_both_ranks(pool2: ProcessPool, shared: Artifact) -> None:
-    (shared.directory / "a.txt").unlink()
-    (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
-    assert first == second
-    assert "a.txt is missing" in first
+    assert f"{name} is {said}" in first

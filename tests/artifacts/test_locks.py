@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -327,7 +328,7 @@ def test_killed_at_any_moment_of_claiming_taking_over_and_releasing_the_next_one
 
         def claim(left: Iterator[int]) -> None:
             for name in ATOMS:
-                monkeypatch.setattr(os, name, _ending(getattr(os, name), left))
+                monkeypatch.setattr(os, name, _cut_short(name, left, lambda: os._exit(9)))
             with exclusive(path, what="x"):
                 pass
 
@@ -350,10 +351,11 @@ def test_killed_at_any_moment_of_claiming_taking_over_and_releasing_the_next_one
 
 def test_ctrl_c_at_any_moment_leaves_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for moment in count():
-        left = count(moment, -1)
+        left, process = count(moment, -1), os.getpid()
         with monkeypatch.context() as patch:
             for name in ATOMS:
-                patch.setattr(os, name, _interrupted(getattr(os, name), left))
+                interrupt = partial(os.kill, process, signal.SIGINT)
+                patch.setattr(os, name, _cut_short(name, left, interrupt))
             try:
                 with exclusive(path, what="x"):
                     pass
@@ -367,19 +369,13 @@ def test_ctrl_c_at_any_moment_leaves_no_lock(path: Path, monkeypatch: pytest.Mon
     assert moment > 15
 
 
-def _interrupted(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
+def _cut_short(name: str, left: Iterator[int], cut: Callable[[], object]) -> Callable[..., Any]:
+    """The function of ``os`` of this name, which calls ``cut`` first when none is left."""
+    original = getattr(os, name)
+
     def call(*arguments: Any, **options: Any) -> Any:
         if next(left) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments, **options)
-
-    return call
-
-
-def _ending(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
-        if next(left) == 0:
-            os._exit(9)
+            cut()
         return original(*arguments, **options)
 
     return call
@@ -713,14 +709,3 @@ def test_who_fails_after_the_loss_removes_its_own_working_folder(
         leave(lock_path(out_dir), elsewhere(), generation=2)
         raise error
     assert names_in(tmp_path) == [".corpus.lock"]
-
-
-def test_an_artifact_appears_under_the_lock_of_its_maker(tmp_path: Path) -> None:
-    out_dir = tmp_path / "corpus"
-    with (
-        sole_writer(out_dir),
-        writing(out_dir, "corpus", "x") as writer,
-    ):
-        writer.path("mine").write_text("mine")
-    assert open_artifact(out_dir, kind="corpus").names() == ["mine"]
-    assert names_in(tmp_path) == ["corpus"]

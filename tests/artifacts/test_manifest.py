@@ -24,8 +24,8 @@ from pipeline.artifacts.manifest import (
     describe_names,
 )
 from pipeline.checkpoints.inspection import verify
-from pipeline.config.recipe import Recipe
-from pipeline.config.recorded import (
+from pipeline.config.recipe import (
+    Recipe,
     describe_change,
     setting_changes,
     with_defaults,

@@ -513,20 +513,22 @@ def test_hidden_folders_of_the_users_in_a_run_folder_are_no_leftovers(tmp_path: 
 @pytest.mark.parametrize("text", ["my notes", "process"])
 def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) -> None:
     path = plan_lock_path(tmp_path)
+
+    def refuse_the_lock() -> None:
+        with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
+            pytest.fail("it was taken")
+
     path.write_text(text)
-    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
-        pytest.fail("it was taken")
+    refuse_the_lock()
     assert path.read_text() == text
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
-        pytest.fail("it was taken")
+    refuse_the_lock()
     assert not (tmp_path / "elsewhere").exists()
     path.unlink()
     path.mkdir()
     (path / "notes").write_text(text)
-    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
-        pytest.fail("it was taken")
+    refuse_the_lock()
     assert names_in(path) == ["notes"]
 
 

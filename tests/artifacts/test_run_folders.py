@@ -30,8 +30,7 @@ from pipeline.artifacts.run_folders import (
     why_not_to_go_on,
     withdraw_removal,
 )
-from pipeline.config.recipe import Recipe
-from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
+from pipeline.config.recipe import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS, Recipe
 
 CONFIG = {"training": {"updates": 6}}
 

@@ -798,7 +798,7 @@ command()
     ("command", "module", "number"),
     [
         ("import_corpus --recipe demo_dense", "pipeline.cli", signal.SIGTERM),
-        ("import_corpus --recipe demo_dense", "pipeline.config.recorded", signal.SIGINT),
+        ("import_corpus --recipe demo_dense", "pipeline.config.recipe", signal.SIGINT),
         ("import_corpus --recipe demo_dense", "data_prep.import_corpus", signal.SIGUSR1),
         ("run demo --only corpus", "pipeline.cli", signal.SIGUSR1),
         ("checkpoint average c --last 2", "pipeline.cli.parser", signal.SIGTERM),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langdetect import DetectorFactory, detect
 from support.plain_rules import plain_clean
 from support.stage_runs import run_stage
 
@@ -105,15 +104,6 @@ def test_each_rule_drops_its_line_and_keeps_the_others(
     dropped = result.statistics["dropped"]["de-en"]
     assert {name: number for name, number in dropped.items() if number} == {rule: 1}
     assert result.statistics["pairs"]["de-en"] == {"train": 4, "test": 1}
-
-
-def test_held_out_lines_are_kept_if_that_rule_is_off(tmp_path: Path) -> None:
-    line = ("Prüfung eins", "something else")
-    corpus = corpus_of(
-        tmp_path / "corpus",
-        {"de-en": {"train": [*GOOD, line], "test": [("Prüfung eins", "exam one")]}},
-    )
-    assert train_lines(cleaned(corpus, drop_held_out_overlap=False), "de-en") == [*GOOD, line]
 
 
 def test_tabs_and_long_good_lines_are_kept(tmp_path: Path) -> None:
@@ -278,12 +268,6 @@ def test_a_line_whose_sides_are_exchanged_is_dropped_where_scripts_tell(tmp_path
     assert result.statistics["dropped"]["en-ru"]["swapped"] == 1
 
 
-def test_languages_of_one_script_are_never_taken_for_exchanged(tmp_path: Path) -> None:
-    train = [*GOOD, ("house", "Haus")]
-    corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": train}})
-    assert train_lines(cleaned(corpus), "de-en") == train
-
-
 def test_the_script_that_import_found_goes_before_the_usual_one(tmp_path: Path) -> None:
     """Serbian in Latin letters: no line of it is exchanged with an English one."""
     train = [("a sentence", "rečenica"), ("Нови Сад", "Novi Sad")]
@@ -306,19 +290,6 @@ def test_joiners_that_are_spelling_stay_in_the_text(tmp_path: Path) -> None:
     train = [("می\u200cروم", "I go"), ("ක්\u200dෂ", "ksha")]
     corpus = corpus_of(tmp_path / "corpus", {"en-fa": {"train": [(b, a) for a, b in train]}})
     assert [fa for _, fa in train_lines(cleaned(corpus), "en-fa")] == [fa for fa, _ in train]
-
-
-def test_short_lines_that_differ_in_a_vowel_sign_are_not_held_out(tmp_path: Path) -> None:
-    corpus = corpus_of(
-        tmp_path / "corpus",
-        {
-            "en-th": {
-                "train": [("crow", "กา"), ("how many", "กี่")],
-                "test": [("what", "กู")],
-            }
-        },
-    )
-    assert len(train_lines(cleaned(corpus), "en-th")) == 2
 
 
 def test_a_training_set_of_one_line_is_kept(tmp_path: Path) -> None:
@@ -520,38 +491,3 @@ def test_wrong_languages_are_dropped_where_asked_for_and_counted(tmp_path: Path)
     }
     assert result.statistics["dropped_sides"]["de-en"]["wrong_language"] == {"de": 1, "en": 0}
     assert result.statistics["language_not_known"] == {"chr-en": {"chr": 2}, "de-en": {}}
-
-
-GOOD_AND_CONFUSED = {
-    "zh_Hant": (
-        (
-            "委員會昨天決定重新修建那座在地震中倒塌的學校,並且邀請了附近的居民參加討論與投票表決。",
-            "ko",
-        ),
-        (
-            "研究人員在實驗室裡觀察了數百種植物的生長,發現陽光與水分的變化會影響葉片的顏色和厚度。",
-            "ko",
-        ),
-    ),
-    "sv": (
-        ("ALLA RESENÄRER MÅSTE LÄMNA TÅGET VID NÄSTA STATION OCH TA BUSSEN.", "en"),
-        ("DET ÄR FÖRBJUDET ATT ÖPPNA DÖRRARNA INNAN TÅGET HAR STANNAT.", "en"),
-    ),
-}
-"""Language → good lines, and the language that langdetect takes each for."""
-
-
-@pytest.mark.parametrize("code", GOOD_AND_CONFUSED)
-def test_good_lines_that_langdetect_confuses_are_kept(
-    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DetectorFactory, "seed", 1)
-    texts = [text for text, _ in GOOD_AND_CONFUSED[code]]
-    assert [detect(text) for text in texts] == [found for _, found in GOOD_AND_CONFUSED[code]]
-    english = [f"The {name} decided yesterday to build it anew." for name in ("board", "council")]
-    other = "Le conseil de la commune a décidé hier de reconstruire toute l'école."
-    lines = [*zip(english, texts, strict=True), ("The mayor and all others decided it.", other)]
-    corpus = corpus_of(tmp_path / "corpus", {f"en-{code}": {"train": lines}})
-    result = cleaned(corpus, identify_languages="langdetect")
-    assert train_lines(result, f"en-{code}") == lines[:2]
-    assert result.statistics["dropped"][f"en-{code}"]["wrong_language"] == 1

@@ -258,13 +258,6 @@ def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
         imported(out, None)
 
 
-def test_a_folder_that_is_no_pair_is_counted_and_left_alone(raw: Path, out: Path) -> None:
-    write(raw, {"ids/test.ids": "1\n", "de-en/train.de": "a\n", "de-en/train.en": "b\n"})
-    corpus = imported(out, raw)
-    assert corpus.statistics["counts"]["folders_ignored"] == 1
-    assert list(corpus.statistics["pairs"]) == ["de-en"]
-
-
 def test_what_is_ignored_of_a_tree_is_named_in_the_summary(raw: Path, out: Path) -> None:
     folders = {f"notes{number}/a.txt": "1\n" for number in range(8)}
     pair = {f"de-en/train.{code}": "a\n" for code in ("de", "en")}
@@ -431,10 +424,6 @@ def test_what_several_trees_have_of_a_pair_follows_in_their_order(
     assert "several spellings are one language: de (de, deu), en" in corpus.manifest.summary[-1]
     other = imported(out.with_name("other"), RawPaths(trees.paths[::-1]))
     assert read_lines(other, "train", "de-en", "de") == ["d", "f", "a", "b"]
-
-
-def test_the_quarantine_says_in_which_tree_a_line_stands(tmp_path: Path, out: Path) -> None:
-    corpus = imported(out, two_trees(tmp_path))
     assert [json.loads(line) for line in corpus.file("quarantine.jsonl").open()] == [
         {"file": "2/eng-deu/train.eng", "line": 2, "reason": "invalid_utf8"}
     ]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep import import_tests
 from data_prep.import_tests import describe_file
 from data_prep.settings import CorpusConfig, OutsideTestsConfig
 from pipeline import cli
@@ -286,7 +285,7 @@ def test_a_line_that_is_no_text_in_one_language_is_left_out_of_all(raw: Path, ou
 def test_a_line_beyond_the_limit_is_left_out(
     raw: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_tests, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 100)
     write(raw, {"eng.devtest": "a\n" + "b" * 200 + "\n", "deu.devtest": "a\nb\n"})
     corpus = imported(out, raw)
     assert read_lines(corpus, "test", "de-en", "de") == ["a"]

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from support.corpora import make_corpus
 from support.stage_runs import run_stage
 
+from data_prep import pair_rules
 from data_prep.pivot_join import PivotedText, write_joined
-from data_prep.rules import duplicates
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
@@ -50,7 +50,7 @@ def test_joined_lines_are_those_of_a_brute_force_join(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(duplicates, "PART", part)
+    monkeypatch.setattr(pair_rules, "PART", part)
     generator = random.Random(1)
     drawn = [generator.randrange(pivots) for _ in range(min(lines) // 2)]
     one, other = (

@@ -38,8 +38,7 @@ from pipeline.checkpoints.averaging import average_states
 from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff
 from pipeline.checkpoints.pruning import read_routing
-from pipeline.config.recipe import Recipe
-from pipeline.config.recorded import setting_changes
+from pipeline.config.recipe import Recipe, setting_changes
 from pipeline.distributed.world import World
 from pipeline.registry import STAGES
 from pipeline.stages.pretrain import training_data

@@ -150,10 +150,8 @@ JUDGES_OF_LINES = {"pipeline.evaluation.language_detector", "pipeline.evaluation
 """The language of a line and its chrF++, of translations and of training text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
-TEXT_ALONE = {"data_prep.rules.duplicates"}
-"""Module of ``data_prep`` that knows of nothing but text."""
-SUBPACKAGES = {"data_prep.readers", "data_prep.rules"}
-"""Packages within ``data_prep``; they hold nothing but their modules."""
+READERS = "data_prep.readers"
+"""Package within ``data_prep``; it holds nothing but its modules."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
 DATA_SETTINGS = "data_prep.settings"
 """Settings of the data stages, of which recipes are made: the only such module of ``data_prep``."""
@@ -186,9 +184,7 @@ def test_imports_form_no_circle() -> None:
 @pytest.mark.parametrize("name", DATA_PREP)
 def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     used = {target for target in own_imports(name) if target.startswith("pipeline.")}
-    assert used or name in TEXT_ALONE | SUBPACKAGES, (
-        "data_prep reads or writes what is the pipeline's"
-    )
+    assert used or name == READERS, "data_prep reads or writes what is the pipeline's"
     assert not {target for target in used if layer(target) >= TRAINING} - JUDGES_OF_LINES
 
 

@@ -43,7 +43,7 @@ from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.importing import open_model
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import read_toml
-from pipeline.config.recorded import describe_change
+from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import find_code

@@ -37,7 +37,7 @@ class _Tasks(InstalledExtension):
     sections: ClassVar = {"tasks": TasksConfig}
 
     def load_stages(self) -> Any:
-        from pipeline.config.recorded import DECIDE_NOTHING
+        from pipeline.config.recipe import DECIDE_NOTHING
         from pipeline.stage import Input, Stage
 
         return (

@@ -89,7 +89,7 @@ def test_unequal_counts_are_told_in_full(tmp_path: Path, first: int, second: int
     for path, count in zip(paths, (first, second), strict=True):
         path.write_bytes(b"x\n" * count)
     with pytest.raises(DataError, match=rf"a has {counted(first, 'line')} and .*b has {second}\."):
-        list(FilesInStep(tuple(paths), max_line_bytes=10))
+        list(FilesInStep(tuple(paths)))
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
 def test_a_block_holds_few_long_texts_and_many_short_ones() -> None:
     def sizes(text: bytes, records: int) -> list[int]:
         found = (Record(number, {"de": text}) for number in range(records))
-        blocks = import_corpus.blocks_of(found, [("de",)], max_line_bytes=10**7)
+        blocks = import_corpus.blocks_of(found, [("de",)])
         return [len(block.numbers) for block in blocks]
 
     assert sizes(b"x" * import_corpus.BLOCK_BYTES, 3) == [1, 1, 1]
@@ -472,7 +472,8 @@ def test_a_first_row_without_text_does_not_refuse_the_file(
 def test_blank_lines_between_rows_are_no_damage(
     tmp_path: Path, source: str, name: str, rows: list[str]
 ) -> None:
-    content = "\n" + "\n\n \u2060\r\n\u200b\ufeff\n".join(rows) + "\n" * 30
+    blank = "\n\n \u2060\r\n\u200b\ufeff\n\u200e\u00ad\n\u3000\n"
+    content = "\n" + blank.join(rows) + "\n" * 30
     raw = write(tmp_path / "raw", {f"de-en/{name}": content})
     corpus = import_columns(tmp_path / "corpus", raw, source=source)
     assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
@@ -483,25 +484,12 @@ def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> No
     text = "de\ten\n\neins\tone\n\t\n\u3000\n\u200b\t\u00ad\n"
     path = write(tmp_path, {"train.tsv": text}) / "train.tsv"
     columns = Columns({0: "de", 1: "en"}, width=2, has_header=True)
-    rows = iterate_rows(RawFile(path, "train.tsv"), columns, max_line_bytes=100)
+    rows = iterate_rows(RawFile(path, "train.tsv"), columns)
     assert [(row.line, row.texts) for row in rows] == [
         (3, {"de": b"eins", "en": b"one"}),
         (4, {}),
         (6, {}),
     ]
-
-
-@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl", "de-en.tsv"])
-def test_lines_of_white_space_are_no_rows(name: str, tmp_path: Path) -> None:
-    row = "eins\tone\n" if name.endswith("tsv") else json_lines({"de": "eins", "en": "one"})
-    header = "de\ten\n" if name == "a.tsv" else ""
-    text = f" \n\u200e\u00ad\n{header}{row}\u3000\n"
-    raw = write(tmp_path / "raw", {f"de-en/{name}" if name == "a.jsonl" else name: text})
-    config = CorpusConfig(source="columns" if name.endswith("jsonl") else "tsv")
-    recipe = Recipe(name="test", corpus=config)
-    corpus = run_import("import_corpus", tmp_path / "corpus", raw, recipe)
-    assert corpus.statistics["counts"].get("quarantined", 0) == 0
-    assert corpus.statistics["pairs"]["de-en"]["train"] == 1
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)

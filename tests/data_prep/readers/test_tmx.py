@@ -47,7 +47,7 @@ def imported(out_dir: Path, raw: Path | RawInput | None, **settings: object) -> 
 
 def units_of(path: Path, content: str | bytes) -> list[Record]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(iterate_units(path, max_line_bytes=10**6))
+    return list(iterate_units(path))
 
 
 # ---------------------------------------------------------------- what is read
@@ -341,7 +341,7 @@ def test_no_more_is_read_than_the_units_given_need(
     monkeypatch.setattr(raw_bytes, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(tmx, "iterate_blocks", counted)
     size, total = path.stat().st_size, 0
-    for number, found in enumerate(iterate_units(path, max_line_bytes=100), start=1):
+    for number, found in enumerate(iterate_units(path), start=1):
         total += len(found.texts)
         assert read <= size * number / 20_000 + 4 * 4096
     assert total == 40_000
@@ -352,9 +352,9 @@ def test_of_a_longer_segment_no_more_is_held_and_its_unit_goes_to_the_quarantine
 ) -> None:
     text = memory(unit(en="x" * 3_000_000, de="eins"), unit(en="two", de="zwei"))
     raw = write(tmp_path / "raw", {"a.tmx": text})
-    [long, _] = iterate_units(raw / "a.tmx", max_line_bytes=1000)
-    assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_bytes.BLOCK_BYTES
     monkeypatch.setattr(CorpusConfig, "max_line_bytes", 1000)
+    [long, _] = iterate_units(raw / "a.tmx")
+    assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_bytes.BLOCK_BYTES
     corpus = imported(tmp_path / "corpus", raw)
     assert read_lines(corpus, "train", "de-en", "de") == ["zwei"]
     listed = corpus.file("quarantine.jsonl").read_text()

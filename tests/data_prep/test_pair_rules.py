@@ -1,16 +1,109 @@
-"""Language identification as a rule: who is asked, what is dropped, and what never is."""
+"""Rules of clean: medians as numpy's, repeats as a set finds them, and languages of lines."""
 
+import random
+import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import fasttext
+import numpy as np
 import pytest
 from langdetect import DetectorFactory, detect
 from langdetect.lang_detect_exception import LangDetectException
 
-from data_prep.rules.line_language import LanguageRule, line_identifier
+from data_prep import pair_rules as module
+from data_prep.pair_rules import (
+    Duplicates,
+    LanguageRule,
+    LengthRatios,
+    LineDigests,
+    line_identifier,
+)
 from data_prep.settings import CleanConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import written_script
+
+
+def median(lines: list[tuple[str, str]]) -> float:
+    ratios = LengthRatios()
+    for first in range(0, len(lines), 7):
+        ratios.add(lines[first : first + 7])
+    return ratios.median()
+
+
+def test_lines_with_an_empty_side_do_not_count() -> None:
+    assert median([("ab", "a"), ("abc", "a"), ("aaaaaaaa", "a"), ("", "a"), ("a", "")]) == 3.0
+
+
+@pytest.mark.parametrize("lines", [[], [("", "a")]])
+def test_the_median_of_no_lines_is_1(lines: list[tuple[str, str]]) -> None:
+    assert median(lines) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [1, 5, 100])
+@pytest.mark.parametrize("number", [1, 2, 30, 31])
+def test_the_median_is_numpys_whether_lengths_are_counted_or_kept(
+    number: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COUNTED", counted)
+    draw = random.Random(f"{number} {counted}")
+    lines = [("x" * draw.randint(1, 9), "y" * draw.randint(1, 9)) for _ in range(number)]
+    assert median(lines) == np.median([len(one) / len(other) for one, other in lines])
+
+
+def duplicates_of(lines: list[tuple[str, str]]) -> Duplicates:
+    with TemporaryFile() as file:
+        digests = LineDigests(file)
+        for first in range(0, len(lines), 10):
+            digests.add(["\n".join(line) for line in lines[first : first + 10]])
+        return digests.duplicates()
+
+
+@pytest.mark.parametrize("part", [1, 3, 10, 1000])
+@pytest.mark.parametrize("kinds", [1, 5, 40, 10_000])
+def test_a_line_repeats_those_that_were_asked_for_before_it(
+    kinds: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", part)
+    draw = random.Random(f"{kinds} {part}")
+    lines = [(str(draw.randrange(kinds)), str(draw.randrange(2))) for _ in range(100)]
+    asked = [number for number in range(100) if draw.random() < 0.7]  # others break a rule
+    seen: set[tuple[str, str]] = set()
+    duplicates = duplicates_of(lines)
+    for number in asked:
+        assert duplicates.is_repeated(number) == (lines[number] in seen)
+        seen.add(lines[number])
+
+
+def test_sides_are_told_apart() -> None:
+    duplicates = duplicates_of([("a", "b c"), ("a b", "c"), ("b c", "a"), ("a", "b c")])
+    assert [duplicates.is_repeated(number) for number in range(4)] == [False, False, False, True]
+
+
+def test_a_pair_without_lines_has_no_repeats() -> None:
+    duplicates_of([])
+
+
+def test_lines_that_are_never_repeated_take_a_byte_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PART", 1000)
+    lines = 50_000
+    tracemalloc.start()
+    try:
+        with TemporaryFile() as file:
+            digests = LineDigests(file)
+            for number in range(lines):
+                digests.add([f"line {number}"])
+            duplicates = digests.duplicates()
+        assert not any(duplicates.is_repeated(number) for number in range(lines))
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1.1 * lines + 50_000
+    assert peak < 1.1 * lines + 400_000
+
 
 GERMAN = "Der Rat der Gemeinde hat gestern beschlossen, die Schule neu zu bauen."
 ENGLISH = "The council of the community decided yesterday to build the school anew."

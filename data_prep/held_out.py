@@ -7,6 +7,7 @@ only the head of a line needs folding.
 Every process reads the held-out lines of a language when it first needs them.
 """
 
+import hashlib
 import re
 import unicodedata
 from collections import Counter
@@ -14,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
-from data_prep.rules.duplicates import digest_of
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_name
 from pipeline.artifacts.spelling import visible
@@ -24,6 +24,11 @@ START = 12
 """Characters of a key that are compared first."""
 LANGUAGES_HELD = 128
 """Languages with held-out lines that a process keeps in memory."""
+
+
+def digest_of(text: str) -> bytes:
+    """Return eight bytes that stand for a text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
 
 
 @dataclass

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plain_rules import plain_fold, plain_visible
 
-from data_prep.rules.held_out import fold, head
+from data_prep.held_out import fold, head
 from pipeline.artifacts.spelling import visible
 
 INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\u2064\u2066\u2069\ufeff"

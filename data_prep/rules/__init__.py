@@ -1,1 +1,0 @@
-"""Rules for training lines; ``pair_rules`` applies them in their order."""
