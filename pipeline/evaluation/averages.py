@@ -11,12 +11,14 @@ from statistics import fmean, stdev
 from typing import TypeVar
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.scores import (
     Averages,
     Column,
     Confusion,
+    DirectionProfile,
     DirectionScores,
+    Family,
+    Group,
     Quality,
     Scores,
     SetAverage,

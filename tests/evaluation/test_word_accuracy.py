@@ -23,8 +23,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.artifacts.vocabularies import Decoded
-from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.scores import WordAccuracy, WordCounts
+from pipeline.evaluation.scores import DirectionProfile, WordAccuracy, WordCounts
 from pipeline.evaluation.word_accuracy import (
     FERTILITY,
     FREQUENCY,

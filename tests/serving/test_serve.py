@@ -36,7 +36,7 @@ from pipeline import cli
 from pipeline.decoding.text_input import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.serving.api import listen
-from pipeline.serving.limits import SLOW_CONNECTIONS
+from pipeline.serving.requests import SLOW_CONNECTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -635,7 +635,7 @@ def test_a_key_that_no_request_can_send_is_refused(
 def test_a_missing_package_is_named_with_its_extra(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "pipeline.serving.limits", raising=False)
+    monkeypatch.delitem(sys.modules, "pipeline.serving.requests", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as Python marks what cannot be imported
     assert cli.main(["serve", checkpoint]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.endswith("Run pip install 'mmnmt[serve]'.\n")

@@ -67,10 +67,8 @@ print([name for name in before if before[name] != after[name]])
 """
 
 LOAD_DEEPSPEED = (
-    *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
-    *("pipeline.estimates.fitting", "pipeline.estimates.devices"),
-    "pipeline.estimates.step_time",
-    "pipeline.training.updates",
+    *("pipeline.training.engine", "pipeline.training.loop", "pipeline.training.updates"),
+    *("pipeline.estimates.memory", "pipeline.estimates.devices", "pipeline.estimates.step_time"),
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
     "pipeline.training.translation",
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),

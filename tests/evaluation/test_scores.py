@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.evaluation.directions import describe_directions, find_pivot
+from pipeline.evaluation.scores import describe_directions, find_pivot
 
 
 def corpus(
