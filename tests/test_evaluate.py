@@ -660,9 +660,10 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
         ({}, "comet", "scores does not list comet. Add it there, or leave"),
         ({"scores": ["comet"]}, None, "no model is given. Name its directory with --comet"),
         ({}, "tokenizer", "word_accuracy is false. Set it to true, or leave"),
+        ({"language_sets": {"Long": ("myanmar",)}}, None, "'myanmar' is no language code"),
     ],
 )
-def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
+def test_settings_and_inputs_that_do_not_belong_together_are_refused(
     tmp_path: Path, corpus: Artifact, settings: dict[str, Any], given: str | None, finding: str
 ) -> None:
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
@@ -1001,10 +1002,3 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
         **{("French", family): 1 for family in families},
     }
     assert "BLEU by set" in made.file("report.md").read_text("utf-8")
-
-
-def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-    settings = EvaluationConfig(language_sets={"Long": ("myanmar",)})
-    with pytest.raises(ConfigError, match="'myanmar' is no language code"):
-        evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))

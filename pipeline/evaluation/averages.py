@@ -231,10 +231,7 @@ def assess(
 
 
 def _mean_quality(members: Sequence[Quality]) -> Quality:
-    bleu, distinct = (
-        fmean(member.bleu for member in members),
-        fmean(member.distinct for member in members),
-    )
+    bleu, distinct = (fmean(getattr(one, key) for one in members) for key in ("bleu", "distinct"))
     return quality(bleu=bleu, distinct=distinct)
 
 

@@ -35,7 +35,6 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.scores import (
     Column,
     Floats,
-    LineCount,
     LineStatistics,
     Rows,
     Score,
@@ -477,7 +476,7 @@ BY_LID176 = _column("language_lid176", LID176)
 
 @dataclass(frozen=True)
 class LanguageAccuracy(Score):
-    """Percentage of lines in the target language."""
+    """Percentage of lines in the target language: the mean of hits."""
 
     column: Column
     detectable: frozenset[str]  # languages of the corpus that the identifier knows
@@ -523,8 +522,3 @@ class LanguageAccuracy(Score):
     def of_corpus(self, rows: Rows) -> float:
         """Return the mean, rounded as a mean is."""
         return 100.0 * float(rows.mean())
-
-    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return percentages from numbers of hits, (draws, 1) → (draws,)."""
-        shares: Floats = 100.0 * sums[:, 0] / lines
-        return shares

@@ -545,7 +545,7 @@ def choose_samples(
                 row(
                     f"{title}, line {line + 1:,}",
                     name,
-                    "(empty)" if is_blank(texts[line]) else texts[line].strip(),
+                    _shown(texts[line]),
                 )
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()

@@ -229,9 +229,13 @@ class Score(ABC):
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return the statistics of every line of a covered direction."""
 
-    @abstractmethod
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return the scores of statistics summed over lines, (draws, statistics) → (draws,)."""
+        """Return the scores of statistics summed over lines, (draws, statistics) → (draws,).
+
+        By default, a score is the mean of its only statistic, times 100.
+        """
+        means: Floats = 100.0 * sums[:, 0] / lines
+        return means
 
     def of_corpus(self, rows: Rows) -> float:
         """Return the score of all lines together."""

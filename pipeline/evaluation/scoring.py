@@ -367,13 +367,9 @@ class _Scoring:
         return track(results, label=label, total=len(tasks))
 
 
-# ---------------------------------------------------------------- checks
-
+# Refusals
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
-
-
-# Refusals
 
 
 def check_inputs(call: StageCall) -> None:

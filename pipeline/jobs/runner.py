@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from pipeline.artifacts.artifact import (
     MANIFEST_NAME,
@@ -172,29 +173,17 @@ def refuse_unfit_groups(resolved: ResolvedPlan, made: Task) -> None:
                 )
 
 
+@dataclass
 class _Run:
-    """One run of a plan.
+    """One run of a plan."""
 
-    Args:
-        resolved: The plan.
-        rebuild: Stages that may train anew.
-        launch_stage: Runs a stage; returns its exit code.
-        requests: Signals to stop.
-        say: Prints a line.
-    """
-
-    def __init__(
-        self,
-        resolved: ResolvedPlan,
-        rebuild: Collection[str],
-        launch_stage: Callable[[Task], int],
-        requests: StopRequests,
-        say: Callable[[str], None],
-    ) -> None:
-        self._resolved, self._rebuild, self._launch_stage = resolved, rebuild, launch_stage
-        self._requests, self._say = requests, say
-        self.summary: list[list[str]] = []
-        """Stage, result and seconds of all stages so far."""
+    _resolved: ResolvedPlan
+    _rebuild: Collection[str]  # stages that may train anew
+    _launch_stage: Callable[[Task], int]  # returns the exit code
+    _requests: StopRequests
+    _say: Callable[[str], None]
+    summary: list[list[str]] = field(default_factory=list)
+    """Stage, result and seconds of all stages so far."""
 
     def all_stages(self, jobs: int) -> int:
         """Run the stages that are not up to date; return the exit code of the run."""

@@ -1,6 +1,6 @@
-"""Artifacts that tests write by hand, and corpora of a few lines."""
+"""Artifacts that tests write by hand: corpora and translations of a few lines."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,9 +11,16 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     open_artifact,
 )
-from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.corpus import (
+    Direction,
+    Hypothesis,
+    Split,
+    hypotheses_name,
+    text_name,
+    write_hypotheses,
+)
 
-Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
+Texts = Mapping[Split, Mapping[str, Mapping[str, Sequence[str]]]]
 
 
 def writing(
@@ -35,3 +42,20 @@ def make_corpus(directory: Path, texts: Texts) -> Artifact:
                     pairs.setdefault(pair, {})[split] = len(lines)
         writer.statistics["pairs"] = pairs
     return open_artifact(directory, kind="corpus")
+
+
+def make_translations(
+    directory: Path,
+    texts: Mapping[str, Sequence[str]],
+    inputs: Mapping[str, Artifact] | None = None,
+) -> Artifact:
+    """Translations from direction → lines, without a model unless one is among the inputs."""
+    records = {name: one.as_input for name, one in (inputs or {}).items()}
+    with new_artifact(
+        directory, kind="translations", stage="translate", config={}, inputs=records
+    ) as writer:
+        for name, lines in texts.items():
+            source, target = name.split("-")
+            path = writer.path(hypotheses_name(Direction(source, target)))
+            write_hypotheses(path, [Hypothesis(line) for line in lines])
+    return open_artifact(directory, kind="translations")
