@@ -30,9 +30,14 @@ def writing(
     return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
 
 
-def make_corpus(directory: Path, texts: Texts) -> Artifact:
-    """A corpus from split → pair → language → lines."""
-    pairs: dict[str, dict[str, int]] = {}
+def make_corpus(
+    directory: Path, texts: Texts, *, trained: Mapping[str, int] | None = None
+) -> Artifact:
+    """A corpus from split → pair → language → lines.
+
+    ``trained`` is pair → number of training lines, of pairs whose training lines are not there.
+    """
+    pairs = {pair: {"train": count} for pair, count in (trained or {}).items()}
     with writing(directory, "corpus", "clean") as writer:
         for split, by_pair in texts.items():
             for pair, sides in by_pair.items():
