@@ -12,12 +12,12 @@ import sacrebleu
 from support.corpora import make_corpus, writing
 from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
+from support.stage_runs import run_stage
 
 from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
     InputRecord,
-    new_artifact,
     open_artifact,
 )
 from pipeline.artifacts.corpus import (
@@ -38,7 +38,6 @@ from pipeline.evaluation import comet
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.extensions.analysis import analyze_lengths
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate
@@ -104,10 +103,8 @@ def translations(
     inputs: Mapping[str, Artifact] | None = None,
     statistics: Mapping[str, object] | None = None,
 ) -> Artifact:
-    given = records({"corpus": corpus, **(inputs or {})})
-    with new_artifact(
-        path, kind="translations", stage="translate", config={}, inputs=given
-    ) as writer:
+    given = {"corpus": corpus, **(inputs or {})}
+    with writing(path, "translations", "translate", given) as writer:
         writer.statistics.update(statistics or {})
         for direction in directions(corpus, "test"):
             found = translate(
@@ -902,23 +899,11 @@ def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
 # Analyses and sets of languages
 
 
-def analysis(path: Path, corpus: Artifact) -> Artifact:
-    """Of lengths, as the stage makes it."""
-    stage = STAGES["analyze_lengths"]
-    recipe = Recipe(name="test")
-    inputs = {"corpus": corpus}
-    call = StageCall(
-        stage, recipe, inputs, {}, path, records(inputs), recipe.sections(stage.sections)
-    )
-    analyze_lengths.run(call)
-    return open_artifact(path, kind="analysis")
-
-
 def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-    lengths = analysis(tmp_path / "lengths", corpus)
+    lengths = run_stage("analyze_lengths", tmp_path / "lengths", {"corpus": corpus})
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"<opus>": lengths}))
     markdown = made.file("report.md").read_text("utf-8")
     page = made.file("report.html").read_text("utf-8")

@@ -193,7 +193,9 @@ class _Run:
         with ThreadPoolExecutor(jobs) as pool:
             while True:
                 if not codes:
-                    for task in self._ready(waiting, running)[: jobs - len(running)]:
+                    unmade = {task.name for task in (*waiting, *running.values())}
+                    ready = [t for t in waiting if unmade.isdisjoint(t.planned.dependencies())]
+                    for task in ready[: jobs - len(running)]:
                         waiting.remove(task)
                         running[self._start(task, pool if jobs > 1 else None)] = task
                 if not running:
@@ -234,11 +236,6 @@ class _Run:
         done = Future[int]()
         done.set_result(self._up_to_date(task))
         return done
-
-    def _ready(self, waiting: Sequence[Task], running: Mapping[Future[int], Task]) -> list[Task]:
-        """Return the stages that need none that waits or runs, in the plan's order."""
-        unmade = {task.name for task in (*waiting, *running.values())}
-        return [task for task in waiting if unmade.isdisjoint(task.planned.dependencies())]
 
     def _up_to_date(self, task: Task) -> int:
         """Run the task if it must; return 0 if its artifact exists afterwards."""

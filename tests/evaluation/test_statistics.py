@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +17,21 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, estimate_ci
 from scipy import stats
-from support.damaged_lines import BLEU_INTO, CHRF_PLUS, damaged, line_statistics, sentences, stored
 
+from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation import statistics
 from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.language_detector import PLAIN, LanguageAccuracy
-from pipeline.evaluation.scores import Column, Comparison, Difference, Floats, Score
+from pipeline.evaluation.scores import (
+    Column,
+    Comparison,
+    Difference,
+    Floats,
+    Rows,
+    Score,
+    TranslatedLines,
+)
 from pipeline.evaluation.statistics import (
     LineSet,
     ResampleTask,
@@ -39,10 +49,40 @@ from pipeline.evaluation.statistics import (
     t_quantile,
 )
 
+BLEU_INTO, CHRF_PLUS = Bleu("13a", {"en": "13a"}), Chrf()
+WORDS = "a cat the dog sat on mat . , 12 houses were built near rivers".split()
 ERRORS = Column("errors", "Errors", larger_is_better=False)
 HITS = LanguageAccuracy(PLAIN, frozenset({"en"}), None, seed=1)
 SCORES = (BLEU_INTO, CHRF_PLUS)
 LINES = 100
+
+
+def sentences(lines: int, *, seed: int) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, size=generator.integers(3, 15))) for _ in range(lines)]
+
+
+def damaged(references: Sequence[str], *, share: float, seed: int) -> list[str]:
+    """The references with a share of their words replaced."""
+    generator = np.random.default_rng(seed)
+    return [
+        " ".join(
+            str(generator.choice(WORDS)) if generator.random() < share else word
+            for word in line.split()
+        )
+        for line in references
+    ]
+
+
+def line_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Rows]:
+    lines = TranslatedLines(Direction("de", "en"), hypotheses, references, lambda: [])
+    return {one.column.name: one.line_statistics(lines).rows for one in (BLEU_INTO, CHRF_PLUS)}
+
+
+def stored(path: Path, statistics: dict[str, Rows], **more: npt.NDArray[np.bool_]) -> Path:
+    np.savez_compressed(path, **statistics, **more)
+    return path.with_suffix(".npz")
+
 
 words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
 

@@ -222,7 +222,7 @@ def test_fertility_is_the_number_of_pieces_without_the_mark_of_a_space() -> None
 
 
 def corpus(path: Path, *, training: Sequence[str]) -> Artifact:
-    test, train = ({"de-en": {"de": lines, "en": lines}} for lines in (REFERENCES, training))
+    test, train = ({"de-en": {"de": [*lines], "en": [*lines]}} for lines in (REFERENCES, training))
     return make_corpus(path, {"test": test, "train": train})
 
 

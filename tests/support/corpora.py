@@ -20,14 +20,18 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 
-Texts = Mapping[Split, Mapping[str, Mapping[str, Sequence[str]]]]
+Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
 
 
 def writing(
-    directory: Path, kind: Kind, stage: str = "test"
+    directory: Path,
+    kind: Kind,
+    stage: str = "test",
+    inputs: Mapping[str, Artifact] | None = None,
 ) -> AbstractContextManager[ArtifactWriter]:
-    """Write an artifact without settings and inputs."""
-    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
+    """Write an artifact without settings."""
+    records = {name: one.as_input for name, one in (inputs or {}).items()}
+    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs=records)
 
 
 def make_corpus(
@@ -55,10 +59,7 @@ def make_translations(
     inputs: Mapping[str, Artifact] | None = None,
 ) -> Artifact:
     """Translations from direction → lines, without a model unless one is among the inputs."""
-    records = {name: one.as_input for name, one in (inputs or {}).items()}
-    with new_artifact(
-        directory, kind="translations", stage="translate", config={}, inputs=records
-    ) as writer:
+    with writing(directory, "translations", inputs=inputs) as writer:
         for name, lines in texts.items():
             source, target = name.split("-")
             path = writer.path(hypotheses_name(Direction(source, target)))

@@ -22,16 +22,16 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 4_968,  # 3,900
+    "pipeline/evaluation": 4_930,  # 3,900
     "data_prep": 7_124,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_961,  # 3,550: 3,900 without settings.py
-    "pipeline/jobs": 3_786,  # 3,000
+    "pipeline/jobs": 3_754,  # 3,000
     "pipeline/kernels": 5_131,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
     "pipeline/training": 3_644,  # 2,800
     "pipeline/checkpoints/foreign": 2_538,  # 2,200
     "pipeline/model": 3_301,  # 2,700
-    "pipeline/estimates": 1_690,  # 1,700
+    "pipeline/estimates": 1_666,  # 1,700
     "pipeline/cli": 1_866,  # 1,500
     "pipeline/checkpoints": 2_019,  # 1,700
     "pipeline/checkpoints/assembly": 1_405,  # 1,200
@@ -42,7 +42,7 @@ LINES = {
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
     "pipeline": 3_989,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
-    "pipeline/serving": 980,  # 950
+    "pipeline/serving": 972,  # 950
     "pipeline data_prep": 60_708,  # 46,000: all of the above
     "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 3_901,  # 3,600
