@@ -3,22 +3,21 @@
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sacrebleu
+from support.corpora import make_corpus, writing
 from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
+from support.stage_runs import run_stage
 
 from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
     InputRecord,
-    Kind,
-    new_artifact,
     open_artifact,
 )
 from pipeline.artifacts.corpus import (
@@ -39,7 +38,6 @@ from pipeline.evaluation import comet
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.extensions.analysis import analyze_lengths
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate
@@ -66,38 +64,21 @@ WITHOUT_LANGUAGES = EvaluationConfig(language_accuracy=False)
 """Most tests leave out the identification of languages, which takes 90 ms for the fewest lines."""
 
 
-def artifact(
-    path: Path,
-    kind: Kind,
-    stage: str,
-    fill: Callable[[ArtifactWriter], None],
-    inputs: Mapping[str, Artifact] | None = None,
-) -> Artifact:
-    with new_artifact(
-        path, kind=kind, stage=stage, config={}, inputs=records(inputs or {})
-    ) as writer:
-        fill(writer)
-    return open_artifact(path, kind=kind)
-
-
 def records(inputs: Mapping[str, Artifact]) -> dict[str, InputRecord]:
     return {name: one.as_input for name, one in inputs.items()}
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Artifact:
-    return artifact(tmp_path / "corpus", "corpus", "clean", write_test_lines)
+    return make_corpus(tmp_path / "corpus", {"test": TEST_LINES}, trained=TRAINING_LINES)
 
 
-def write_test_lines(writer: ArtifactWriter, *, times: int = 1) -> None:
-    for pair, sides in TEST_LINES.items():
-        for language, lines in sides.items():
-            text = "".join(f"{line}\n" for line in lines * times)
-            writer.path(text_name("test", pair, language)).write_text(text, encoding="utf-8")
-    writer.statistics["pairs"] = {
-        pair: {"train": TRAINING_LINES[pair], "test": times * len(next(iter(sides.values())))}
-        for pair, sides in TEST_LINES.items()
+def corpus_of_many_lines(path: Path) -> Artifact:
+    lines = {
+        code: [f"line {number} {code} is number {number * 7 % 31}" for number in range(40)]
+        for code in ("de", "en")
     }
+    return make_corpus(path, {"test": {"de-en": lines}}, trained={"de-en": 50})
 
 
 Translate = Callable[[Direction, list[str], list[str]], list[Hypothesis]]
@@ -122,7 +103,8 @@ def translations(
     inputs: Mapping[str, Artifact] | None = None,
     statistics: Mapping[str, object] | None = None,
 ) -> Artifact:
-    def fill(writer: ArtifactWriter) -> None:
+    given = {"corpus": corpus, **(inputs or {})}
+    with writing(path, "translations", "translate", given) as writer:
         writer.statistics.update(statistics or {})
         for direction in directions(corpus, "test"):
             found = translate(
@@ -133,7 +115,7 @@ def translations(
             if found:
                 write_hypotheses(writer.path(hypotheses_name(direction)), found)
 
-    return artifact(path, "translations", "translate", fill, {"corpus": corpus, **(inputs or {})})
+    return open_artifact(path, kind="translations")
 
 
 def stage_call(
@@ -276,17 +258,8 @@ UNKNOWN_TO_BOTH = {"rw": "Inama njyanama yafashe icyemezo cyo kongera kubaka ish
 def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_path: Path) -> None:
     lines = KNOWN_TO_BOTH | UNKNOWN_TO_LANGDETECT | UNKNOWN_TO_BOTH
     english = "The council decided yesterday to build the school anew."
-
-    def fill(writer: ArtifactWriter) -> None:
-        pairs = {pair_name("en", code): {"train": 0, "test": 1} for code in lines}
-        writer.statistics["pairs"] = pairs
-        for code, text in lines.items():
-            pair = pair_name("en", code)
-            for side, line in ((code, text), ("en", english)):
-                path = writer.path(text_name("test", pair, side))
-                path.write_text(f"{line}\n", encoding="utf-8")
-
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", fill)
+    sides = {pair_name("en", code): {code: [line], "en": [english]} for code, line in lines.items()}
+    corpus = make_corpus(tmp_path / "corpus", {"test": sides}, trained=dict.fromkeys(sides, 0))
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
     found = system_scores(made, "perfect")["directions"]
@@ -310,7 +283,7 @@ def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_
 
 @pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
+    corpus = corpus_of_many_lines(tmp_path / "corpus")
     systems = {
         "second": translations(tmp_path / "a", corpus, shuffled),
         "first": translations(tmp_path / "b", corpus, copied),
@@ -334,14 +307,12 @@ def test_scores_follow_from_the_test_lines_and_translations_of_a_study_alone(
     tmp_path: Path, names: list[str]
 ) -> None:
     """What a study keeps is elsewhere, without the training text and without the models."""
-
-    def fill(writer: ArtifactWriter) -> None:
-        write_many_lines(writer)
-        for pair in TEST_LINES:
-            for code in pair.split("-"):
-                writer.path(text_name("train", pair, code)).write_text(code, encoding="utf-8")
-
-    corpus = artifact(tmp_path / "study" / "corpus", "corpus", "clean", fill)
+    corpus = corpus_of_many_lines(tmp_path / "study" / "corpus")
+    for pair in TEST_LINES:
+        for code in pair.split("-"):
+            path = corpus.directory / text_name("train", pair, code)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(code, encoding="utf-8")
     answers = [shuffled, copied] * 2
     for name, answer in zip(names, answers, strict=False):
         translations(tmp_path / "study" / name, corpus, answer)
@@ -376,9 +347,11 @@ def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: 
 
 
 def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> None:
-    corpus = artifact(
-        tmp_path / "corpus", "corpus", "clean", lambda writer: write_test_lines(writer, times=20)
-    )
+    texts = {
+        pair: {code: lines * 20 for code, lines in sides.items()}
+        for pair, sides in TEST_LINES.items()
+    }
+    corpus = make_corpus(tmp_path / "corpus", {"test": texts}, trained=TRAINING_LINES)
     systems = {
         "copied": translations(tmp_path / "a", corpus, copied),
         "perfect": translations(tmp_path / "b", corpus, perfect),
@@ -395,17 +368,16 @@ def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> Non
     assert "## Comparison with the baseline perfect" in made.file("report.md").read_text("utf-8")
 
 
-def write_parallel_lines(writer: ArtifactWriter, *, shared: bool = True) -> None:
+def corpus_of_parallel_lines(path: Path, *, shared: bool = True) -> Artifact:
     """Thirty sentences in three languages; or, in every pair, thirty others."""
-    for pair in ("de-en", "de-fr", "en-fr"):
+
+    def lines(pair: str, code: str) -> list[str]:
         of_pair = "" if shared else f" of {pair}"
-        for code in pair.split("-"):
-            text = "".join(f"sentence {number} in {code}{of_pair}\n" for number in range(30))
-            writer.path(text_name("test", pair, code)).write_text(text, encoding="utf-8")
-    writer.statistics["pairs"] = {
-        pair: {"train": 0 if pair == "de-fr" else 50, "test": 30}
-        for pair in ("de-en", "de-fr", "en-fr")
-    }
+        return [f"sentence {number} in {code}{of_pair}" for number in range(30)]
+
+    trained = {"de-en": 50, "de-fr": 0, "en-fr": 50}
+    texts = {pair: {code: lines(pair, code) for code in pair.split("-")} for pair in trained}
+    return make_corpus(path, {"test": texts}, trained=trained)
 
 
 def with_gaps(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
@@ -418,9 +390,7 @@ def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> N
     settings = EvaluationConfig(scores=("chrf",))
     widths, reports = {}, {}
     for name, shared in (("shared", True), ("apart", False)):
-        corpus = artifact(
-            tmp_path / name, "corpus", "clean", partial(write_parallel_lines, shared=shared)
-        )
+        corpus = corpus_of_parallel_lines(tmp_path / name, shared=shared)
         systems = {"gaps": translations(tmp_path / f"{name}-gaps", corpus, with_gaps)}
         made = evaluated(stage_call(tmp_path / f"{name}-out", corpus, systems, settings=settings))
         found = made.read_json("scores.json")["significance"]
@@ -441,7 +411,7 @@ def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> N
 
 def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
     """The one training line answers all test lines with a trigram of it; others are copied."""
-    training = artifact(tmp_path / "trained", "corpus", "clean", write_training_lines)
+    training = corpus_of_training(tmp_path / "trained")
     tests = corpus_of_tests(tmp_path / "tests")
     systems = {"copied": translations(tmp_path / "a", tests, copied)}
     settings = EvaluationConfig(nearest_neighbor=True, language_accuracy=False)
@@ -479,7 +449,7 @@ def damaged_by(seed: int) -> Translate:
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path, is_copy: bool) -> None:
     """Its spread over seeds would be 0, whether it is named twice or a copy of it."""
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_parallel_lines)
+    corpus = corpus_of_parallel_lines(tmp_path / "corpus")
     one = translations(tmp_path / "a", corpus, damaged_by(2))
     again = translations(tmp_path / "b", corpus, damaged_by(2)) if is_copy else one
     other = translations(tmp_path / "c", corpus, damaged_by(3))
@@ -494,7 +464,7 @@ def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path, is_copy: 
 
 
 def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_parallel_lines)
+    corpus = corpus_of_parallel_lines(tmp_path / "corpus")
     dense = training_run(tmp_path / "dense", [3.0] * 4)
     tuned = {
         name: training_run(tmp_path / name, [2.0] * 3, {"checkpoint": dense}, stage="finetune")
@@ -516,7 +486,7 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
             corpus,
             systems,
             settings=settings,
-            training=artifact(tmp_path / "trained", "corpus", "clean", write_training_lines),
+            training=corpus_of_training(tmp_path / "trained"),
             given={"dense": dense},
         )
     )
@@ -585,12 +555,12 @@ def write_byte_tokenizer(writer: ArtifactWriter) -> None:
     write_tokenizer(writer.directory, description=description, model=None)
 
 
-def write_training_lines(writer: ArtifactWriter) -> None:
-    lines = {"de-en": ("Wo ist das?", "Where is the"), "en-fr": ("The end", "La fin")}
-    for pair, texts in lines.items():
-        for language, line in zip(pair.split("-"), texts, strict=True):
-            writer.path(text_name("train", pair, language)).write_text(f"{line}\n", "utf-8")
-    writer.statistics["pairs"] = {pair: {"train": 1} for pair in lines}
+def corpus_of_training(path: Path) -> Artifact:
+    lines = {
+        "de-en": {"de": ["Wo ist das?"], "en": ["Where is the"]},
+        "en-fr": {"en": ["The end"], "fr": ["La fin"]},
+    }
+    return make_corpus(path, {"train": lines})
 
 
 def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
@@ -600,10 +570,10 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
         "shuffled": translations(tmp_path / "a", corpus, shuffled),
         "copied": translations(tmp_path / "b", corpus, copied),
     }
-    training = artifact(tmp_path / "trained", "corpus", "clean", write_training_lines)
-    tokenizer = artifact(
-        tmp_path / "tokenizer", "tokenizer", "train_tokenizer", write_byte_tokenizer
-    )
+    training = corpus_of_training(tmp_path / "trained")
+    with writing(tmp_path / "tokenizer", "tokenizer") as writer:
+        write_byte_tokenizer(writer)
+    tokenizer = open_artifact(tmp_path / "tokenizer", kind="tokenizer")
     made = evaluated(
         stage_call(
             tmp_path / "out",
@@ -644,7 +614,7 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
             corpus,
             {"perfect": translations(tmp_path / "a", corpus, perfect)},
             settings=EvaluationConfig(word_accuracy=True, word_side="source", scores=("bleu",)),
-            training=artifact(tmp_path / "trained", "corpus", "clean", write_training_lines),
+            training=corpus_of_training(tmp_path / "trained"),
         )
     )
     words = made.read_json("scores.json")["words"]
@@ -663,9 +633,10 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
         ({}, "comet", "scores does not list comet. Add it there, or leave"),
         ({"scores": ["comet"]}, None, "no model is given. Name its directory with --comet"),
         ({}, "tokenizer", "word_accuracy is false. Set it to true, or leave"),
+        ({"language_sets": {"Long": ("myanmar",)}}, None, "'myanmar' is no language code"),
     ],
 )
-def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
+def test_settings_and_inputs_that_do_not_belong_together_are_refused(
     tmp_path: Path, corpus: Artifact, settings: dict[str, Any], given: str | None, finding: str
 ) -> None:
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
@@ -685,7 +656,7 @@ def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
 
 def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) -> None:
     """Copies of the source have next to none, and are beaten by nobody."""
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
+    corpus = corpus_of_many_lines(tmp_path / "corpus")
     systems = {
         "copied": translations(tmp_path / "a", corpus, shouted),
         "perfect": translations(tmp_path / "b", corpus, perfect),
@@ -782,9 +753,7 @@ def test_defects_of_translations_are_counted_by_direction_and_warned_of(
 
 @pytest.mark.slow
 def test_translations_of_another_corpus_are_pointed_out(tmp_path: Path, corpus: Artifact) -> None:
-    other = artifact(
-        tmp_path / "other", "corpus", "clean", lambda writer: writer.write_json("x.json", 1)
-    )
+    other = make_corpus(tmp_path / "other", {})
     made = translations(tmp_path / "a", corpus, perfect)
     stale = translations(tmp_path / "b", corpus, perfect, {"corpus": other})
     evaluation = evaluated(stage_call(tmp_path / "out", corpus, {"a": made, "b": stale}))
@@ -858,12 +827,7 @@ def test_without_it_nothing_is_called_zero_shot_and_a_warning_says_what_to_name(
 
 
 def corpus_of_tests(path: Path) -> Artifact:
-    def fill(writer: ArtifactWriter) -> None:
-        write_test_lines(writer)
-        for counts in writer.statistics["pairs"].values():
-            counts["train"] = 0
-
-    return artifact(path, "corpus", "import_tests", fill)
+    return make_corpus(path, {"test": TEST_LINES}, trained=dict.fromkeys(TEST_LINES, 0))
 
 
 def without_french(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
@@ -897,7 +861,7 @@ def test_intervals_depend_on_the_seed_and_bold_follows_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
+    corpus = corpus_of_many_lines(tmp_path / "corpus")
 
     def worse(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
         return [Hypothesis(text.replace("3", "three of")) for text in references]
@@ -920,13 +884,6 @@ def test_intervals_depend_on_the_seed_and_bold_follows_them(
     assert other.read_json("scores.json")["significance"] != significance
 
 
-def write_many_lines(writer: ArtifactWriter) -> None:
-    for code in ("de", "en"):
-        lines = [f"line {number} {code} is number {number * 7 % 31}\n" for number in range(40)]
-        writer.path(text_name("test", "de-en", code)).write_text("".join(lines), encoding="utf-8")
-    writer.statistics["pairs"] = {"de-en": {"train": 50, "test": 40}}
-
-
 @pytest.mark.slow
 def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
     tmp_path: Path, corpus: Artifact
@@ -945,23 +902,11 @@ def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
 # Analyses and sets of languages
 
 
-def analysis(path: Path, corpus: Artifact) -> Artifact:
-    """Of lengths, as the stage makes it."""
-    stage = STAGES["analyze_lengths"]
-    recipe = Recipe(name="test")
-    inputs = {"corpus": corpus}
-    call = StageCall(
-        stage, recipe, inputs, {}, path, records(inputs), recipe.sections(stage.sections)
-    )
-    analyze_lengths.run(call)
-    return open_artifact(path, kind="analysis")
-
-
 def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-    lengths = analysis(tmp_path / "lengths", corpus)
+    lengths = run_stage("analyze_lengths", tmp_path / "lengths", {"corpus": corpus})
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"<opus>": lengths}))
     markdown = made.file("report.md").read_text("utf-8")
     page = made.file("report.html").read_text("utf-8")
@@ -976,12 +921,10 @@ def test_what_is_no_analysis_is_refused_before_anything_is_scored(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-
-    def nothing(writer: ArtifactWriter) -> None:
+    with writing(tmp_path / "strange", "analysis", "analyze_scales") as writer:
         writer.write_json("scales.json", {"directions": {}})
         writer.statistics["analysis"] = "scales"
-
-    strange = artifact(tmp_path / "strange", "analysis", "analyze_scales", nothing)
+    strange = open_artifact(tmp_path / "strange", kind="analysis")
     with pytest.raises(ArtifactError, match="holds no analysis that reports can show"):
         evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"x": strange}))
     assert not (tmp_path / "out").exists()
@@ -1004,10 +947,3 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
         **{("French", family): 1 for family in families},
     }
     assert "BLEU by set" in made.file("report.md").read_text("utf-8")
-
-
-def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-    settings = EvaluationConfig(language_sets={"Long": ("myanmar",)})
-    with pytest.raises(ConfigError, match="'myanmar' is no language code"):
-        evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))

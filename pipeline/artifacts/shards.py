@@ -23,7 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, is_count, is_synthetic, languages, line_counts
+from pipeline.artifacts.corpus import (
+    Direction,
+    Split,
+    is_count,
+    is_synthetic,
+    languages,
+    line_counts,
+)
 from pipeline.artifacts.manifest import Manifest
 from pipeline.config.settings import shown
 

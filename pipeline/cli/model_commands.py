@@ -238,8 +238,7 @@ def serve(options: argparse.Namespace) -> int:
     """Answer requests until a signal comes."""
     try:
         from pipeline.serving.api import listen, serve
-        from pipeline.serving.bodies import MAX_FIELD
-        from pipeline.serving.limits import ServerLimits
+        from pipeline.serving.requests import MAX_FIELD, ServerLimits
         from pipeline.serving.worker import System
     except ImportError as error:
         raise lacks_package("serve", "uvicorn", error, extra="serve") from error

@@ -76,7 +76,7 @@ def submit(options: argparse.Namespace) -> int:
 
 def _refuse_unfit(task: Task, allocation: Allocation) -> None:
     if task.stage.trains:
-        from pipeline.estimates.fitting import refuse_unfit  # once there is a model to estimate
+        from pipeline.estimates.devices import refuse_unfit  # once there is a model to estimate
 
         refuse_unfit(task, allocation)
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi …"
 """Command that starts a stage and the ranks that compute its tasks."""
-_STARTERS = {"mpi4py.futures", "pipeline.jobs.mpi_rank"}
+_STARTERS = {"mpi4py.futures", "pipeline.jobs.inside_job"}
 """Modules that start a stage with other ranks."""
 
 

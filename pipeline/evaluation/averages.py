@@ -11,12 +11,14 @@ from statistics import fmean, stdev
 from typing import TypeVar
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.scores import (
     Averages,
     Column,
     Confusion,
+    DirectionProfile,
     DirectionScores,
+    Family,
+    Group,
     Quality,
     Scores,
     SetAverage,
@@ -229,10 +231,7 @@ def assess(
 
 
 def _mean_quality(members: Sequence[Quality]) -> Quality:
-    bleu, distinct = (
-        fmean(member.bleu for member in members),
-        fmean(member.distinct for member in members),
-    )
+    bleu, distinct = (fmean(getattr(one, key) for one in members) for key in ("bleu", "distinct"))
     return quality(bleu=bleu, distinct=distinct)
 
 

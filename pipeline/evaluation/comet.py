@@ -24,8 +24,6 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError, lacks_package
 from pipeline.evaluation.scores import (
     Column,
-    Floats,
-    LineCount,
     LineStatistics,
     Score,
     TranslatedLines,
@@ -52,11 +50,6 @@ class Comet(Score):
         scores = np.array(json.loads(path.read_text("utf-8")), dtype=np.float64)
         assert len(scores) == len(lines.hypotheses)
         return LineStatistics(scores, self.signature)
-
-    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return means of summed scores, (draws, 1) → (draws,)."""
-        found: Floats = 100.0 * sums[:, 0] / lines
-        return found
 
 
 def _place(folder: Path, system: str, direction: Direction) -> Path:

@@ -14,17 +14,20 @@ from pipeline.artifacts.corpus import read_hypotheses, read_lines
 from pipeline.artifacts.spelling import is_blank
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.charts import Bar, Series, bar_chart, heat_map, line_chart
-from pipeline.evaluation.curves import curves_section
-from pipeline.evaluation.directions import (
+from pipeline.evaluation.history import History, budgets_section, curves_section, trained_for
+from pipeline.evaluation.scores import (
     FAMILIES,
     GROUPS,
+    Averages,
+    Column,
+    Comparison,
     DirectionProfile,
+    Evaluation,
     Family,
     Group,
+    SystemScores,
     title_of_family,
 )
-from pipeline.evaluation.history import History, budgets_section, trained_for
-from pipeline.evaluation.scores import Averages, Column, Comparison, Evaluation, SystemScores
 from pipeline.evaluation.statistics import LEVEL, MIN_LINES
 from pipeline.evaluation.tables import (
     Cell,
@@ -542,7 +545,7 @@ def choose_samples(
                 row(
                     f"{title}, line {line + 1:,}",
                     name,
-                    "(empty)" if is_blank(texts[line]) else texts[line].strip(),
+                    _shown(texts[line]),
                 )
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()

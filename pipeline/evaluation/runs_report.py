@@ -15,12 +15,14 @@ from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded, 
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
-from pipeline.evaluation.curves import curves_section, losses_section, read_metrics
 from pipeline.evaluation.history import (
     TRAINING_STAGES,
     History,
     budgets_section,
     checkpoint_of,
+    curves_section,
+    losses_section,
+    read_metrics,
     trace_history,
 )
 from pipeline.evaluation.report import averages_section, baseline_section, verdict

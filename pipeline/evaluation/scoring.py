@@ -25,11 +25,10 @@ from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.bleu import Bleu, SpBleu
 from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.comet import ask_comet
-from pipeline.evaluation.directions import DirectionProfile, pivot_of
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.line_sets import LineSet, Sentences, find_line_sets
+from pipeline.evaluation.language_detector import LanguageAccuracy
 from pipeline.evaluation.scores import (
     Comparison,
+    DirectionProfile,
     DirectionScores,
     Evaluation,
     Quality,
@@ -40,8 +39,10 @@ from pipeline.evaluation.scores import (
     TranslatedLines,
     Verdicts,
     WordAccuracy,
+    pivot_of,
 )
 from pipeline.evaluation.settings import ScoreName
+from pipeline.evaluation.statistics import LineSet, Sentences, find_line_sets
 from pipeline.languages import language, parse_tag
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
@@ -366,13 +367,9 @@ class _Scoring:
         return track(results, label=label, total=len(tasks))
 
 
-# ---------------------------------------------------------------- checks
-
+# Refusals
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
-
-
-# Refusals
 
 
 def check_inputs(call: StageCall) -> None:

@@ -33,8 +33,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.evaluation.bleu import words
-from pipeline.evaluation.directions import DirectionProfile, Family
-from pipeline.evaluation.scores import WordAccuracy, WordCounts
+from pipeline.evaluation.scores import DirectionProfile, Family, WordAccuracy, WordCounts
 
 DIAGONAL_TENSION = 4.0
 NULL_SHARE = 0.08  # prior probability that a target word translates nothing

@@ -20,19 +20,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from pipeline.artifacts.locks import ATTEMPT_VARIABLE
-from pipeline.distributed.world import slurm_counts, slurm_hosts, slurm_port
+from pipeline.distributed.rounds import node_name
+from pipeline.distributed.world import rank_of, slurm_counts, slurm_hosts, slurm_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
     REPORTS,
     TOLD_TO_END,
     Asked,
+    End,
+    EndReport,
+    RankEnd,
     Start,
     Verdict,
     causes_to_print,
@@ -53,8 +57,8 @@ from pipeline.jobs.job_endings import (
 from pipeline.registry import STAGES
 
 EXIT_FAILED = 1
-MPI_RANK = "pipeline.jobs.mpi_rank"
-"""Module that runs a stage as a rank of MPI."""
+INSIDE_JOB, MPI_RANK = "pipeline.jobs.inside_job", "mpi-rank"
+"""This module, and its first argument where it runs a stage as a rank of MPI."""
 USAGE = "usage: sbatch [options of sbatch] slurm/stage.sbatch STAGE --out DIR [options of STAGE]"
 
 _POLL_SECONDS = 0.2
@@ -124,6 +128,9 @@ def running_job(environment: Mapping[str, str]) -> RunningJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a stage within a job; return the exit code of the batch script."""
+    if arguments[:1] == [MPI_RANK]:
+        run_mpi_rank(arguments[1:])
+        return 0
     arguments = [*arguments][1:] if arguments[:1] == ["--"] else [*arguments]
     out_dir = _output(arguments)
     is_usable = arguments and arguments[0] in STAGES and "SLURM_JOB_ID" in os.environ
@@ -189,8 +196,8 @@ class _StageRun:
         if is_spread(self._arguments):
             code = self._run_ranks(folder, "pipeline.doctor", "--out", str(self._out_dir))
         if code == 0:
-            module = MPI_RANK if "--mpi" in self._arguments else "pipeline"
-            code = self._run_ranks(folder, module, *self._arguments)
+            program = [INSIDE_JOB, MPI_RANK] if "--mpi" in self._arguments else ["pipeline"]
+            code = self._run_ranks(folder, *program, *self._arguments)
         self._await_reason(folder)
         verdict = self._judge(code)
         for cause in causes_to_print(read_ends(folder)) if verdict.verdict != "done" else ():
@@ -228,7 +235,7 @@ class _StageRun:
             self._pass_on()
             return EXIT_RUN_AGAIN
         environment = without_gpu_binding(os.environ) | self._variables(folder)
-        if module == MPI_RANK:  # a cluster without PMIx runs everything else
+        if module == INSIDE_JOB:  # a cluster without PMIx runs everything else
             environment.setdefault("SLURM_MPI_TYPE", "pmix")
         command = [*step_options(self._job), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
@@ -454,6 +461,30 @@ def _run(*command: str) -> str | None:
         print(f"{' '.join(command)}: {how}", file=sys.stderr, flush=True)
         return None
     return ended.stdout
+
+
+def run_mpi_rank(arguments: Sequence[str]) -> None:
+    """Lead a stage as rank 0, or compute its tasks (``mpi4py.futures``) until rank 0 ends.
+
+    Only rank 0 answers requests to stop and reports the end of the stage. Another rank reports only
+    that it was told to end: if a rank leaves no report, it was killed.
+    """
+    stage, rank = arguments[0], rank_of(os.environ)
+
+    def describe(end: End, cause: str) -> RankEnd:
+        size = int(os.environ.get("SLURM_NTASKS", "1"))
+        return RankEnd(rank, size, node_name(), end, cause, stage=stage)
+
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the stage handles it
+    report = EndReport(Path(os.environ[REPORTS]), describe=describe)
+    with nullcontext() if rank == 0 else report.noting_sigterm():
+        try:
+            from mpi4py.futures.__main__ import main as serve
+        except (ImportError, RuntimeError) as error:
+            report.write("failed", f"MPI cannot be used ({error}). Install mmnmt[mpi] and MPI.")
+            sys.exit(EXIT_USER_ERROR)
+        sys.argv = ["mpi4py.futures", "-m", "pipeline", *arguments]
+        serve()
 
 
 if __name__ == "__main__":

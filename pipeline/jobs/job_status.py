@@ -151,14 +151,12 @@ def _ended(task: Task, *, running: str = "", may_run: bool = False) -> list[Verd
 
 
 def _start_rows(ended: Sequence[Verdict]) -> list[list[str]]:
-    unfinished = [verdict for verdict in ended if verdict.verdict != "done"]
-    return [_start_row(verdict) for verdict in unfinished[-SHOWN_STARTS:]]
-
-
-def _start_row(verdict: Verdict) -> list[str]:
-    update = "" if verdict.update is None else f" (update {verdict.update:,})"
-    state = "ended" if verdict.verdict == "again" else verdict.verdict
-    return ["", state, verdict.attempt, verdict.ended, f"{verdict.cause}{update}"]
+    rows = []
+    for verdict in [one for one in ended if one.verdict != "done"][-SHOWN_STARTS:]:
+        update = "" if verdict.update is None else f" (update {verdict.update:,})"
+        state = "ended" if verdict.verdict == "again" else verdict.verdict
+        rows.append(["", state, verdict.attempt, verdict.ended, f"{verdict.cause}{update}"])
+    return rows
 
 
 def how_far(task: Task) -> str:

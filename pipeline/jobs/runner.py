@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from pipeline.artifacts.artifact import (
     MANIFEST_NAME,
@@ -172,29 +173,17 @@ def refuse_unfit_groups(resolved: ResolvedPlan, made: Task) -> None:
                 )
 
 
+@dataclass
 class _Run:
-    """One run of a plan.
+    """One run of a plan."""
 
-    Args:
-        resolved: The plan.
-        rebuild: Stages that may train anew.
-        launch_stage: Runs a stage; returns its exit code.
-        requests: Signals to stop.
-        say: Prints a line.
-    """
-
-    def __init__(
-        self,
-        resolved: ResolvedPlan,
-        rebuild: Collection[str],
-        launch_stage: Callable[[Task], int],
-        requests: StopRequests,
-        say: Callable[[str], None],
-    ) -> None:
-        self._resolved, self._rebuild, self._launch_stage = resolved, rebuild, launch_stage
-        self._requests, self._say = requests, say
-        self.summary: list[list[str]] = []
-        """Stage, result and seconds of all stages so far."""
+    _resolved: ResolvedPlan
+    _rebuild: Collection[str]  # stages that may train anew
+    _launch_stage: Callable[[Task], int]  # returns the exit code
+    _requests: StopRequests
+    _say: Callable[[str], None]
+    summary: list[list[str]] = field(default_factory=list)
+    """Stage, result and seconds of all stages so far."""
 
     def all_stages(self, jobs: int) -> int:
         """Run the stages that are not up to date; return the exit code of the run."""
@@ -204,7 +193,9 @@ class _Run:
         with ThreadPoolExecutor(jobs) as pool:
             while True:
                 if not codes:
-                    for task in self._ready(waiting, running)[: jobs - len(running)]:
+                    unmade = {task.name for task in (*waiting, *running.values())}
+                    ready = [t for t in waiting if unmade.isdisjoint(t.planned.dependencies())]
+                    for task in ready[: jobs - len(running)]:
                         waiting.remove(task)
                         running[self._start(task, pool if jobs > 1 else None)] = task
                 if not running:
@@ -245,11 +236,6 @@ class _Run:
         done = Future[int]()
         done.set_result(self._up_to_date(task))
         return done
-
-    def _ready(self, waiting: Sequence[Task], running: Mapping[Future[int], Task]) -> list[Task]:
-        """Return the stages that need none that waits or runs, in the plan's order."""
-        unmade = {task.name for task in (*waiting, *running.values())}
-        return [task for task in waiting if unmade.isdisjoint(task.planned.dependencies())]
 
     def _up_to_date(self, task: Task) -> int:
         """Run the task if it must; return 0 if its artifact exists afterwards."""

@@ -394,11 +394,7 @@ def show_commands(
 
 
 def cancel_jobs(
-    resolved: ResolvedPlan,
-    stages: Collection[str],
-    *,
-    scheduler: Scheduler | None = None,
-    say: Callable[[str], None] = print,
+    resolved: ResolvedPlan, stages: Collection[str], *, say: Callable[[str], None] = print
 ) -> None:
     """Cancel the waiting and running jobs of a plan, or of some of its stages.
 
@@ -409,7 +405,7 @@ def cancel_jobs(
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
-    scheduler = scheduler or Scheduler()
+    scheduler = Scheduler()
     for name in stages:
         resolved.require_stage(name, "--only")
     record = _submitted(resolved)

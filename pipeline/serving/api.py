@@ -37,8 +37,7 @@ from pipeline.distributed.process import handled_by
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.languages import find_code
-from pipeline.serving.bodies import Fields, Refused, read_fields
-from pipeline.serving.limits import ServerLimits, limited_server
+from pipeline.serving.requests import Fields, Refused, ServerLimits, limited_server, read_fields
 from pipeline.serving.worker import System, Systems, Worker
 from pipeline.terminal import listed
 

@@ -24,7 +24,6 @@ from tempfile import TemporaryDirectory
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import line_counts
 from pipeline.errors import ConfigError
-from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
 from pipeline.evaluation.report import (
@@ -34,7 +33,7 @@ from pipeline.evaluation.report import (
     imprint,
     mean_tables,
 )
-from pipeline.evaluation.scores import Evaluation
+from pipeline.evaluation.scores import Evaluation, describe_directions
 from pipeline.evaluation.scoring import check_inputs, score_systems, shared_directions
 from pipeline.evaluation.tables import ReportSection, Table, render_html, render_markdown
 from pipeline.extensions.installed import INSTALLED

@@ -27,8 +27,11 @@ from support.bible_lines import bible_lines
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf, pairwise_chrf
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.language_detector import grams_of_lines, langdetect_profiles
+from pipeline.evaluation.language_detector import (
+    LanguageAccuracy,
+    grams_of_lines,
+    langdetect_profiles,
+)
 from pipeline.evaluation.scores import Score, TranslatedLines
 from pipeline.evaluation.statistics import ResampleTask, resampled_scores
 

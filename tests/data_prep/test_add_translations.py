@@ -36,7 +36,7 @@ from pipeline.batching.feed import TrainingData
 from pipeline.batching.settings import TagScheme
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, DataError
-from pipeline.evaluation.directions import pivot_of
+from pipeline.evaluation.scores import pivot_of
 
 Line = tuple[str, Mapping[str, Any]]
 """A line, and the record of its translation."""

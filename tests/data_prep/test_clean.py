@@ -22,7 +22,7 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.errors import DataError
-from pipeline.evaluation.directions import describe_directions
+from pipeline.evaluation.scores import describe_directions
 
 Texts = dict[Split, list[tuple[str, str]]]
 GOOD = [("Haus", "house"), ("Baum", "tree"), ("Straße", "road"), ("Wasser", "water")]

@@ -17,7 +17,7 @@ from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
 from pipeline.errors import DataError
-from pipeline.evaluation.directions import describe_directions
+from pipeline.evaluation.scores import describe_directions
 
 Lines = list[tuple[str, str]]
 

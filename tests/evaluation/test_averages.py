@@ -27,14 +27,21 @@ from pipeline.evaluation.averages import (
 )
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.report import (
     baseline_section,
     evaluation_report,
     output_languages_section,
     sets_section,
 )
-from pipeline.evaluation.scores import Column, Confusion, Evaluation, Scores, SystemScores
+from pipeline.evaluation.scores import (
+    Column,
+    Confusion,
+    DirectionProfile,
+    Evaluation,
+    Family,
+    Scores,
+    SystemScores,
+)
 from pipeline.evaluation.scoring import baseline_of, undecided
 from pipeline.evaluation.tables import Table, render_html, render_markdown
 

@@ -94,10 +94,6 @@ def test_line_statistics_are_sacrebleus_of_odd_lines(tokenizer: str) -> None:
     assert found.rows.tolist() == peers_statistics(hypotheses, references, tokenizer=tokenizer)
 
 
-def test_the_signature_names_the_tokenizer() -> None:
-    assert "|tok:zh|" in line_statistics(["a"], ["a"], tokenizer="zh").signature
-
-
 @pytest.mark.parametrize(
     ("language", "tokenizer"),
     [

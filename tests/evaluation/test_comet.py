@@ -19,10 +19,9 @@ from support.comet_models import (
     write_model,
     write_stub_model,
 )
-from support.corpora import make_corpus
+from support.corpora import make_corpus, make_translations
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
+from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluation.comet import Comet, ask_comet, load_model, scores_of
 from pipeline.evaluation.scores import TranslatedLines
@@ -47,16 +46,13 @@ def asked(folder: Path, model: Path, lines: list[dict[str, str]]) -> Comet:
     """Score translations into English of one system."""
     sides = {"de": [one["src"] for one in lines], "en": [one["ref"] for one in lines]}
     corpus = make_corpus(folder / "corpus", {"test": {"de-en": sides}})
-    direction, path = Direction("de", "en"), folder / "lines"
-    with new_artifact(path, kind="translations", stage="t", config={}, inputs={}) as writer:
-        hypotheses = [Hypothesis(one["mt"]) for one in lines]
-        write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
+    ours = make_translations(folder / "lines", {"de-en": [one["mt"] for one in lines]})
     return ask_comet(
         model,
         digest="0" * 64,
         corpus=corpus,
-        systems={"ours": open_artifact(path, kind="translations")},
-        directions=[direction],
+        systems={"ours": ours},
+        directions=[Direction("de", "en")],
         work_dir=folder,
     )
 

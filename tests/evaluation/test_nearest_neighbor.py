@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import make_corpus
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Direction, read_hypotheses, text_name
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, read_hypotheses
 from pipeline.errors import ArtifactError
 from pipeline.evaluation.nearest_neighbor import NO_NEIGHBOR, nearest_lines, retrieve_all
 
@@ -41,7 +42,6 @@ def brute_force_similarities(lines: list[str], query: str) -> list[float]:
 
 
 def written(path: Path, lines: list[str]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
     return path
 
@@ -78,20 +78,12 @@ def test_equal_lines_are_answered_by_the_first_of_them(tmp_path: Path) -> None:
 
 
 def corpus(tmp_path: Path, *, german: list[str], english: list[str]) -> Artifact:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
-    ) as writer:
-        written(writer.path(text_name("train", "de-en", "de")), german)
-        written(writer.path(text_name("train", "de-en", "en")), english)
-        written(writer.path(text_name("test", "de-en", "de")), ["Guten Abend!", "中文"])
-        written(writer.path(text_name("test", "de-en", "en")), ["Good evening!", "Chinese"])
-        written(writer.path(text_name("test", "de-fr", "de")), ["Guten Morgen!"])
-        written(writer.path(text_name("test", "de-fr", "fr")), ["Bonjour !"])
-        writer.statistics["pairs"] = {
-            "de-en": {"train": len(german), "test": 2},
-            "de-fr": {"train": 0, "test": 1},
-        }
-    return open_artifact(tmp_path / "corpus", kind="corpus")
+    tests = {
+        "de-en": {"de": ["Guten Abend!", "中文"], "en": ["Good evening!", "Chinese"]},
+        "de-fr": {"de": ["Guten Morgen!"], "fr": ["Bonjour !"]},
+    }
+    train = {"de-en": {"de": german, "en": english}}
+    return make_corpus(tmp_path / "corpus", {"train": train, "test": tests})
 
 
 def retrieved(tmp_path: Path, source: Artifact) -> Artifact:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from support.browser import CHROMIUM, browser
-from support.corpora import make_corpus
+from support.corpora import make_corpus, make_translations, writing
 from support.example_evaluation import evaluation
 from support.recorded_runs import artifact, training_run
 
 from pipeline import cli
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.report import averages_section
@@ -191,7 +190,8 @@ def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8") == "mine"
     corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["a"], "en": ["b"]}}})
     model = open_artifact(Path(run), kind="checkpoint")
-    lines = translated(tmp_path / "lines", corpus, {"de-en": ["b"]}, {"checkpoint": model})
+    inputs = {"corpus": corpus, "checkpoint": model}
+    lines = make_translations(tmp_path / "lines", {"de-en": ["b"]}, inputs)
     for folder in (Path(run) / "new", lines.directory, corpus.directory / "test"):
         inside = folder / "page.html"
         assert cli.main(["report", str(tmp_path), "--out", str(inside)]) == EXIT_USER_ERROR
@@ -265,22 +265,6 @@ def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> No
     page = report(tmp_path, str(run.directory))
     assert "Load of experts" not in titles(page)
     assert "the routing statistics of moe (damaged" in " ".join(section(page, "Notes").itertext())
-
-
-def translated(
-    path: Path,
-    corpus: Artifact,
-    texts: Mapping[str, Sequence[str]],
-    inputs: Mapping[str, Artifact] | None = None,
-) -> Artifact:
-    """Translations, without a model unless one is among the inputs: direction → lines."""
-    records = {name: one.as_input for name, one in {"corpus": corpus, **(inputs or {})}.items()}
-    with new_artifact(path, kind="translations", stage="t", config={}, inputs=records) as writer:
-        for direction, lines in texts.items():
-            source, target = direction.split("-")
-            name = hypotheses_name(Direction(source, target))
-            write_hypotheses(writer.path(name), [Hypothesis(line) for line in lines])
-    return open_artifact(path, kind="translations")
 
 
 # Evaluations
@@ -367,9 +351,7 @@ LANGUAGES = {
 
 
 def analysis(path: Path, document: Mapping[str, object]) -> Artifact:
-    with new_artifact(
-        path, kind="analysis", stage="analyze_languages", config={}, inputs={}
-    ) as writer:
+    with writing(path, "analysis", "analyze_languages") as writer:
         writer.write_json("languages.json", document)
         writer.statistics["analysis"] = "languages"
     return open_artifact(path, kind="analysis")
@@ -450,11 +432,10 @@ def all_parts(tmp_path: Path) -> str:
     text = {"de": ["Das Haus " * 20, "W" * 300], "en": ["The house " * 20, "w" * 300]}
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
     lines = {
-        name: translated(
+        name: make_translations(
             tmp_path / f"lines-{place}",
-            corpus,
             {"de-en": [f"A {name} " * 9, "w" * 299], "en-de": ["Ein Haus", "W" * 280]},
-            {"checkpoint": model},
+            {"corpus": corpus, "checkpoint": model},
         )
         for place, (name, model) in enumerate(models.items())
     }

@@ -12,19 +12,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import make_corpus, make_translations
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import (
-    Direction,
-    Hypothesis,
-    hypotheses_name,
-    text_name,
-    write_hypotheses,
-)
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.artifacts.vocabularies import Decoded
-from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.scores import WordAccuracy, WordCounts
+from pipeline.evaluation.scores import DirectionProfile, WordAccuracy, WordCounts
 from pipeline.evaluation.word_accuracy import (
     FERTILITY,
     FREQUENCY,
@@ -228,21 +222,12 @@ def test_fertility_is_the_number_of_pieces_without_the_mark_of_a_space() -> None
 
 
 def corpus(path: Path, *, training: Sequence[str]) -> Artifact:
-    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
-        texts = {("test", "de-en"): REFERENCES, ("train", "de-en"): training}
-        for (split, pair), lines in texts.items():
-            for code in pair.split("-"):
-                text = "".join(f"{line}\n" for line in lines)
-                writer.path(text_name(split, pair, code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
-        writer.statistics["pairs"] = {"de-en": {"train": len(training), "test": len(REFERENCES)}}
-    return open_artifact(path, kind="corpus")
+    test, train = ({"de-en": {"de": [*lines], "en": [*lines]}} for lines in (REFERENCES, training))
+    return make_corpus(path, {"test": test, "train": train})
 
 
 def translations(path: Path, lines: Sequence[str]) -> Artifact:
-    with new_artifact(path, kind="translations", stage="translate", config={}, inputs={}) as one:
-        found = [Hypothesis(line) for line in lines]
-        write_hypotheses(one.path(hypotheses_name(Direction("de", "en"))), found)
-    return open_artifact(path, kind="translations")
+    return make_translations(path, {"de-en": lines})
 
 
 def counted(
@@ -380,14 +365,9 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
     sources = [*("ein Haus", "Haus neu", "ein Krankenwagen", "neu ein", "Krankenwagen Haus")] * 6
     texts = {"de": sources, "en": [" ".join(map(dictionary.get, s.split())) for s in sources]}  # type: ignore[arg-type]
     tested = {"de": ["ein Haus", "Krankenwagen neu"], "en": ["a house", "ambulance new"]}
-    path = tmp_path / "corpus"
-    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
-        for split, sides in (("train", texts), ("test", tested)):
-            for code, lines in sides.items():
-                text = "".join(f"{line}\n" for line in lines)
-                writer.path(text_name(split, "de-en", code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
-        writer.statistics["pairs"] = {"de-en": {"train": 30, "test": 2}}
-    given_corpus = open_artifact(path, kind="corpus")
+    given_corpus = make_corpus(
+        tmp_path / "corpus", {"train": {"de-en": texts}, "test": {"de-en": tested}}
+    )
     systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
     found = counted(given_corpus, systems, side="source")
     assert found.side == "source"
@@ -408,14 +388,11 @@ def test_without_training_lines_words_are_told_apart_by_length_alone(tmp_path: P
 
 
 def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
-    path = tmp_path / "corpus"
-    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
-        for split, pair, count in (("test", "de-en", 4), ("train", "de-fr", 1)):
-            for code in pair.split("-"):
-                text = "\n".join(REFERENCES[:count]) + "\n"
-                writer.path(text_name(split, pair, code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
-        writer.statistics["pairs"] = {"de-en": {"test": 4}, "de-fr": {"train": 1}}
-    given = open_artifact(path, kind="corpus")
+    sides = {"de": REFERENCES, "en": REFERENCES}
+    trained = {"de": REFERENCES[:1], "fr": REFERENCES[:1]}
+    given = make_corpus(
+        tmp_path / "corpus", {"test": {"de-en": sides}, "train": {"de-fr": trained}}
+    )
     systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
     found = counted(given, systems)
     assert found.training_lines == {"en": 0}

@@ -223,7 +223,7 @@ def test_a_job_is_requeued_although_slurm_does_not_answer_at_first(bench: Bench)
 def test_a_rank_of_mpi_says_that_mpi_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no libmpi')")
     ended = subprocess.run(
-        [sys.executable, "-m", "pipeline.jobs.mpi_rank", "clean", "--mpi"],
+        [sys.executable, "-m", "pipeline.jobs.inside_job", "mpi-rank", "clean", "--mpi"],
         env={
             "PATH": os.environ["PATH"],
             "PYTHONPATH": f"{tmp_path}:{SBATCH_PATH.parents[1]}",

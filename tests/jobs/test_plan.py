@@ -555,9 +555,10 @@ def _change(setup: Setup, setting: str, *, section: str = "training") -> None:
     setup.recipe_path.write_text("\n".join(lines) + "\n")
 
 
-def _fail_in_model(setup: Setup) -> None:
-    setup.workshop.codes = [0, 0, 3]
-    assert setup.run()[0] == 3
+def _train(setup: Setup, finishes: bool) -> None:
+    """Run the plan, to its end or until its model fails."""
+    setup.workshop.codes = [] if finishes else [0, 0, 3]
+    assert setup.run()[0] == (0 if finishes else 3)
 
 
 def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_told(
@@ -599,7 +600,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
 def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_told(
     setup: Setup,
 ) -> None:
-    _fail_in_model(setup)
+    _train(setup, False)
     _leave_state(setup, 8)
     _change(setup, "seed = 2")
     lost = "8 updates (2.0 hours) of training would be lost: "
@@ -618,7 +619,7 @@ def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_to
 def test_a_training_that_cannot_be_read_hides_no_loss_of_another(
     setup: Setup, damaged: str
 ) -> None:
-    _fail_in_model(setup)
+    _train(setup, False)
     _leave_state(setup, 8)
     _change(setup, "seed = 2")
     plan = setup.plan_path.read_text()
@@ -657,10 +658,8 @@ def test_training_that_changed_inputs_make_useless_is_kept_until_told(
     setup: Setup, setting: str, cause: str, finished: bool
 ) -> None:
     """The refusal comes before anything is built; undoing the change is all that it takes."""
-    if finished:
-        setup.run()
-    else:
-        _fail_in_model(setup)
+    _train(setup, finished)
+    if not finished:
         _leave_state(setup, 10, seconds=0)
     if setting:
         _change(setup, setting, section="shards" if "tokens" in setting else "corpus")
@@ -721,10 +720,7 @@ def test_training_that_starts_from_training_that_changes_is_kept_until_told(
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) -> None:
-    if finished:
-        setup.run()
-    else:
-        _fail_in_model(setup)
+    _train(setup, finished)
     _leave_state(setup, 8)
     _change(setup, "updates = 20")
     assert "training goes on after update 8)" in setup.forecast()[-1]
@@ -748,10 +744,7 @@ def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) ->
 def test_settings_with_which_training_could_not_go_on_are_refused(
     setup: Setup, is_finished: bool, state: int | None, setting: str, words: str
 ) -> None:
-    if is_finished:
-        setup.run()
-    else:
-        _fail_in_model(setup)
+    _train(setup, is_finished)
     if state is not None:
         _leave_state(setup, state)
     _change(setup, setting)
@@ -763,7 +756,7 @@ def test_settings_with_which_training_could_not_go_on_are_refused(
 
 @pytest.mark.parametrize("setting", ["keep_last = 5", "checkpoint_every = 7", "validate_every = 3"])
 def test_an_unfinished_run_goes_on_with_other_intervals(setup: Setup, setting: str) -> None:
-    _fail_in_model(setup)
+    _train(setup, False)
     _leave_state(setup, 8)
     _change(setup, setting)
     assert setup.forecast()[-1] == "model: would run (missing; training goes on after update 8)"
@@ -1185,6 +1178,11 @@ inputs = {{ corpus = "corpus" }}
 """
 
 
+def _add_twins(setup: Setup, *names: str) -> None:
+    twins = "".join(TWIN.format(name=name, recipe=setup.recipe_path) for name in names)
+    setup.plan_path.write_text(setup.plan_path.read_text() + twins)
+
+
 class Meeting(Workshop):
     """Holds the stages that are named until all of them have started."""
 
@@ -1203,8 +1201,7 @@ class Meeting(Workshop):
 def test_stages_that_do_not_need_each_other_run_side_by_side_with_the_same_result(
     setup: Setup, jobs: int
 ) -> None:
-    plan = setup.plan_path.read_text()
-    setup.plan_path.write_text(plan + TWIN.format(name="twin", recipe=setup.recipe_path))
+    _add_twins(setup, "twin")
     assert setup.run()[0] == 0
     assert setup.workshop.told[2:3] == [(3, 2)], "ranks and threads of the model"
     names = [*STAGES_OF_PLAN, "twin"]
@@ -1230,8 +1227,7 @@ def test_stages_that_do_not_need_each_other_run_side_by_side_with_the_same_resul
 
 
 def test_a_stage_that_fails_lets_its_neighbors_end_and_nothing_else_begins(setup: Setup) -> None:
-    twins = "".join(TWIN.format(name=n, recipe=setup.recipe_path) for n in ("twin", "third"))
-    setup.plan_path.write_text(setup.plan_path.read_text() + twins)
+    _add_twins(setup, "twin", "third")
     assert setup.run(only=["corpus"])[0] == 0
     setup.workshop = Meeting("shards", "twin")
     setup.workshop.codes, setup.jobs = [3], 2
@@ -1271,11 +1267,6 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _add_twin(setup: Setup) -> None:
-    twin = TWIN.format(name="twin", recipe=setup.recipe_path)
-    setup.plan_path.write_text(setup.plan_path.read_text() + twin)
-
-
 @pytest.mark.parametrize(
     ("signal_first", "shards", "twin"),
     [(False, 3, 130), (False, 137, EXIT_RUN_AGAIN), (True, 3, 143), (True, 1, EXIT_RUN_AGAIN)],
@@ -1283,7 +1274,7 @@ def _add_twin(setup: Setup) -> None:
 def test_a_stage_that_failed_is_named_though_a_signal_stops_its_neighbor(
     setup: Setup, signal_first: bool, shards: int, twin: int
 ) -> None:
-    _add_twin(setup)
+    _add_twins(setup, "twin")
     assert setup.run(only=["corpus"])[0] == 0
     setup.workshop = Stopping(setup, signal_first=signal_first, shards=shards, twin=twin)
     setup.jobs = 2
@@ -1299,7 +1290,7 @@ def test_a_stage_that_failed_is_named_though_a_signal_stops_its_neighbor(
 
 def test_a_refusal_is_said_while_neighbors_run_and_raised_after_the_summary(setup: Setup) -> None:
     setup.run()
-    _add_twin(setup)
+    _add_twins(setup, "twin")
     (setup.out_dir / "shards" / "text").write_text("edited")
     setup.workshop, setup.jobs = Stopping(setup, signal_first=False), 2
     with pytest.raises(ArtifactError, match="shards") as caught:
@@ -1434,40 +1425,20 @@ def test_stages_run_as_processes_with_the_ranks_the_plan_says(real: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finished(
-    real: Path,
+@pytest.mark.parametrize(
+    ("number", "jobs", "first"),
+    [(signal.SIGTERM, 1, "rank*"), (signal.SIGTERM, 2, "rank0*"), (signal.SIGINT, 2, "rank0*")],
+)
+def test_a_signal_to_the_run_stops_its_stages_and_leaves_nothing_that_looks_finished(
+    real: Path, number: signal.Signals, jobs: int, first: str
 ) -> None:
-    (real / "slow").touch()
-    runner = subprocess.Popen(
-        [sys.executable, "runner.py"],
-        cwd=real,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while len(list(real.glob("rank*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        runner.terminate()
-        said, _ = runner.communicate(timeout=20)
-    finally:
-        runner.kill()
-    assert runner.returncode == EXIT_RUN_AGAIN
-    assert said.splitlines()[-1] == f"mmnmt run: stopped by SIGTERM in shards: {AGAIN}"
-    assert names_in(real / "out dir") == ["corpus"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
-    real: Path, number: signal.Signals
-) -> None:
+    """Two ranks of one stage, or two stages side by side."""
     (real / "slow").touch()
     plan = real / "tiny.toml"
-    plan.write_text(plan.read_text() + TWIN.format(name="twin", recipe="recipe.toml"))
+    if jobs > 1:
+        plan.write_text(plan.read_text() + TWIN.format(name="twin", recipe="recipe.toml"))
     runner = subprocess.Popen(
-        [sys.executable, "runner.py", "2"],
+        [sys.executable, "runner.py", str(jobs)],
         cwd=real,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -1475,14 +1446,17 @@ def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
     )
     try:
         deadline = time.monotonic() + 60
-        while len(list(real.glob("rank0*"))) < 2 and time.monotonic() < deadline:
+        while len(list(real.glob(first))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         runner.send_signal(number)
         said, _ = runner.communicate(timeout=30)
     finally:
         runner.kill()
     assert runner.returncode == EXIT_RUN_AGAIN, said
-    assert f"mmnmt run: stopped by {number.name} in " in said.splitlines()[-1]
+    last = said.splitlines()[-1]
+    assert last.startswith(f"mmnmt run: stopped by {number.name} in ")
+    assert last.endswith(f": {AGAIN}")
+    assert jobs > 1 or last.removesuffix(f": {AGAIN}").endswith(" in shards")
     assert names_in(real / "out dir") == ["corpus"]
 
 

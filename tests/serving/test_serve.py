@@ -36,7 +36,7 @@ from pipeline import cli
 from pipeline.decoding.text_input import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.serving.api import listen
-from pipeline.serving.limits import SLOW_CONNECTIONS
+from pipeline.serving.requests import SLOW_CONNECTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -209,12 +209,6 @@ def test_a_translation_has_the_phrases_that_a_request_asks_for(served: Served) -
     assert served.post(q="Ein Haus.").json()["translatedText"] == plain
 
 
-def test_a_form_is_answered_as_json_is(served: Served) -> None:
-    fields = {"q": "Ein schönes Haus.", "source": "deu", "target": "en", "format": "text"}
-    answer = served.ask("/translate", urlencode(fields).encode(), kind=FORM)
-    assert answer.json() == served.post(**fields).json()
-
-
 def test_the_source_language_is_detected_on_request(served: Served) -> None:
     answer = served.post(q=GERMAN, source="auto").json()
     detected = answer.pop("detectedLanguage")
@@ -246,8 +240,8 @@ def test_every_text_of_a_list_has_its_own_language(served: Served) -> None:
     assert [one["language"] for one in several["detectedLanguage"]] == ["de", "de"]
 
 
-def test_forms_in_parts_and_queries_are_answered_as_json_is(served: Served) -> None:
-    fields = {"q": "Ein schönes Haus.", "source": "de", "target": "en"}
+def test_forms_and_queries_are_answered_as_json_is(served: Served) -> None:
+    fields = {"q": "Ein schönes Haus.", "source": "deu", "target": "en", "format": "text"}
     parts = "".join(
         f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
         for name, value in fields.items()
@@ -256,6 +250,7 @@ def test_forms_in_parts_and_queries_are_answered_as_json_is(served: Served) -> N
     for kind in (PARTS, 'multipart/form-data; boundary="x"; charset=utf-8', f"{PARTS};a=b"):
         form = served.ask("/translate", f"{parts}--x--\r\n".encode(), kind=kind)
         assert form.json() == expected
+    assert served.ask("/translate", urlencode(fields).encode(), kind=FORM).json() == expected
     assert served.ask(f"/translate?{urlencode(fields)}", b"", kind="").json() == expected
     query = urlencode({"target": fields.pop("target")})
     both = served.ask(f"/translate?{query}", urlencode(fields).encode(), kind=FORM)
@@ -635,7 +630,7 @@ def test_a_key_that_no_request_can_send_is_refused(
 def test_a_missing_package_is_named_with_its_extra(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "pipeline.serving.limits", raising=False)
+    monkeypatch.delitem(sys.modules, "pipeline.serving.requests", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as Python marks what cannot be imported
     assert cli.main(["serve", checkpoint]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.endswith("Run pip install 'mmnmt[serve]'.\n")

@@ -23,7 +23,7 @@ from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.serving.api import Api
-from pipeline.serving.limits import ServerLimits
+from pipeline.serving.requests import ServerLimits
 from pipeline.serving.worker import STEPS, System, Systems, Worker
 
 DECODING = DecodingConfig(beam_size=2, max_length_ratio=0.3, max_extra_length=6)

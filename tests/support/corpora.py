@@ -1,6 +1,6 @@
-"""Artifacts that tests write by hand, and corpora of a few lines."""
+"""Artifacts that tests write by hand: corpora and translations of a few lines."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     open_artifact,
 )
-from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.corpus import (
+    Direction,
+    Hypothesis,
+    Split,
+    hypotheses_name,
+    text_name,
+    write_hypotheses,
+)
 from pipeline.artifacts.tokenizer import TokenizerDescription
 
 Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
@@ -25,15 +32,24 @@ def bytes_of(languages: Iterable[str]) -> TokenizerDescription:
 
 
 def writing(
-    directory: Path, kind: Kind, stage: str = "test"
+    directory: Path,
+    kind: Kind,
+    stage: str = "test",
+    inputs: Mapping[str, Artifact] | None = None,
 ) -> AbstractContextManager[ArtifactWriter]:
-    """Write an artifact without settings and inputs."""
-    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
+    """Write an artifact without settings."""
+    records = {name: one.as_input for name, one in (inputs or {}).items()}
+    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs=records)
 
 
-def make_corpus(directory: Path, texts: Texts) -> Artifact:
-    """A corpus from split → pair → language → lines."""
-    pairs: dict[str, dict[str, int]] = {}
+def make_corpus(
+    directory: Path, texts: Texts, *, trained: Mapping[str, int] | None = None
+) -> Artifact:
+    """A corpus from split → pair → language → lines.
+
+    ``trained`` is pair → number of training lines, of pairs whose training lines are not there.
+    """
+    pairs = {pair: {"train": count} for pair, count in (trained or {}).items()}
     with writing(directory, "corpus", "clean") as writer:
         for split, by_pair in texts.items():
             for pair, sides in by_pair.items():
@@ -43,3 +59,17 @@ def make_corpus(directory: Path, texts: Texts) -> Artifact:
                     pairs.setdefault(pair, {})[split] = len(lines)
         writer.statistics["pairs"] = pairs
     return open_artifact(directory, kind="corpus")
+
+
+def make_translations(
+    directory: Path,
+    texts: Mapping[str, Sequence[str]],
+    inputs: Mapping[str, Artifact] | None = None,
+) -> Artifact:
+    """Translations from direction → lines, without a model unless one is among the inputs."""
+    with writing(directory, "translations", inputs=inputs) as writer:
+        for name, lines in texts.items():
+            source, target = name.split("-")
+            path = writer.path(hypotheses_name(Direction(source, target)))
+            write_hypotheses(path, [Hypothesis(line) for line in lines])
+    return open_artifact(directory, kind="translations")

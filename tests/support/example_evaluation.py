@@ -14,13 +14,12 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.averages import assess, by_group, quality, system_scores
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.curves import Curve, CurvePoint
-from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import History, Spent, SystemTraining
-from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
+from pipeline.evaluation.history import Curve, CurvePoint, History, Spent, SystemTraining
+from pipeline.evaluation.language_detector import PLAIN, RESTRICTED
 from pipeline.evaluation.scores import (
     Comparison,
     Difference,
+    DirectionProfile,
     DirectionScores,
     Evaluation,
     Interval,

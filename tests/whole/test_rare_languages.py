@@ -12,7 +12,7 @@ from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.shards import read_mixture
 from pipeline.config.recipe import Recipe
-from pipeline.evaluation.directions import describe_directions
+from pipeline.evaluation.scores import describe_directions
 from pipeline.languages import language
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall

@@ -31,7 +31,7 @@ from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, lacks_package
-from pipeline.evaluation.directions import describe_directions
+from pipeline.evaluation.scores import describe_directions
 from pipeline.extensions.analysis.analyze_lengths import most_paired, translations_of
 from pipeline.extensions.analysis.report import write_analysis
 from pipeline.model.moe.routing_statistics import moe_layer_names

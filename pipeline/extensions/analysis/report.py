@@ -19,7 +19,7 @@ from pipeline.evaluation.charts import (
     picture,
     scatter_chart,
 )
-from pipeline.evaluation.directions import FAMILIES, Family, title_of_family
+from pipeline.evaluation.scores import FAMILIES, Family, title_of_family
 from pipeline.evaluation.tables import (
     Cell,
     Figure,

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.corpora import writing
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.evaluation.directions import describe_directions, find_pivot
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.evaluation.scores import describe_directions, find_pivot
 
 
 def corpus(
     tmp_path: Path, pairs: dict[str, dict[str, int]], *, emptied: Sequence[str] = ()
 ) -> Artifact:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "corpus", "corpus") as writer:
         writer.statistics |= {"pairs": pairs, "emptied": list(emptied)}
     return open_artifact(tmp_path / "corpus", kind="corpus")
 

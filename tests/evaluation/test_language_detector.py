@@ -18,10 +18,9 @@ from langdetect.lang_detect_exception import LangDetectException
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluation import language_detector
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.language_detector import (
     FastText,
-    Floats,
+    LanguageAccuracy,
     LanguageDetector,
     RandomWords,
     detectable_languages,
@@ -29,7 +28,7 @@ from pipeline.evaluation.language_detector import (
     language_probabilities,
     lid176,
 )
-from pipeline.evaluation.scores import TranslatedLines
+from pipeline.evaluation.scores import Floats, TranslatedLines
 from pipeline.languages import PAPER_GROUPS
 
 GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus."
