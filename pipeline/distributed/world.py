@@ -141,7 +141,7 @@ def launched_size(environment: Mapping[str, str]) -> int | None:
 
 
 def slurm_port(job: int) -> int:
-    """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ones."""
+    """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ports."""
     return 20000 + job % 10000
 
 
