@@ -36,7 +36,7 @@ LINES = {
     "pipeline/checkpoints": 1_946,  # 1,700
     "pipeline/checkpoints/assembly": 1_405,  # 1,200
     "pipeline/extensions/tasks": 1_791,  # 1,100
-    "pipeline/batching": 1_764,  # 1,300
+    "pipeline/batching": 1_763,  # 1,300
     "pipeline/distributed": 1_660,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
     "pipeline/stages": 1_210,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
@@ -68,7 +68,7 @@ IDIOMS = {
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.1,  # 0.1
     r"whose": 0.47,  # 0.6
-    r"one of|ones|the one": 0.84,  # 0.9
+    r"one of|ones|the one": 0.8,  # 0.9
     r"so that": 0.47,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
