@@ -1,7 +1,4 @@
-"""Read the micro-batches of a training stage from shards, ahead of their use.
-
-Taking the next items of an iterator in a thread while the last one is worked with.
-"""
+"""Read the micro-batches of a training stage from shards, ahead of their use."""
 
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence

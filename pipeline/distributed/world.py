@@ -141,7 +141,7 @@ def launched_size(environment: Mapping[str, str]) -> int | None:
 
 
 def slurm_port(job: int) -> int:
-    """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ones."""
+    """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ports."""
     return 20000 + job % 10000
 
 
@@ -490,16 +490,19 @@ def _meet() -> None:
 
 def world_size() -> int:
     """Return the number of ranks in the open process group; 1 if none is open."""
-    import torch
-
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return _place()[1]
 
 
 def rank() -> int:
     """Return this process's rank in the open process group; 0 if none is open."""
+    return _place()[0]
+
+
+def _place() -> tuple[int, int]:
     import torch
 
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    group = torch.distributed
+    return (group.get_rank(), group.get_world_size()) if group.is_initialized() else (0, 1)
 
 
 def all_sum(tensor: "Tensor") -> "Tensor":

@@ -30,11 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Regularization:
-    """Rates of ``TrainingConfig``, applied in training only; no part of a model's spec.
+    """Rates of ``TrainingConfig``, applied in training only; no part of a model's spec."""
 
-    All noise is drawn on the rank that holds a token's sentence, not on the rank of its experts,
-    and is seeded per micro-batch.
-    """
+    # All noise is drawn on the rank that holds a token's sentence, not on the rank of its experts,
+    # and is seeded per micro-batch: the result does not depend on the number of ranks.
 
     dropout: float = 0.0
     attention_dropout: float = 0.0

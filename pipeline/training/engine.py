@@ -526,7 +526,7 @@ class _Range:
 
 
 class _Objective(nn.Module):
-    """The model and its loss as the one module that DeepSpeed calls."""
+    """The model and its loss as the module that DeepSpeed calls."""
 
     def __init__(self, model: Trained, recipe: Recipe, *, has_expert_groups: bool) -> None:
         super().__init__()

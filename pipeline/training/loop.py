@@ -415,7 +415,7 @@ def culprits(verdicts: Sequence[Sequence[Verdict]], *, sharing: int) -> set[int]
 
     Groups of ``sharing`` consecutive ranks share experts. If only gradients of experts are not
     finite in a turn, the ranks' sentences cannot be told apart: all of that turn are returned.
-    A stand-in is never returned: its sentence is one of a micro-batch that is checked as well.
+    A stand-in is never returned: its sentence is part of a micro-batch that is checked as well.
     """
     found: set[int | None] = set()
     for turn in zip(*verdicts, strict=True):

@@ -78,7 +78,7 @@ class Alarms:
             self._is_spike,
             loss > max(usual + SPIKE_NATS, SPIKE_RATIO * usual),
         )
-        if self._is_spike:  # it stays out of the lines that later ones are compared with
+        if self._is_spike:  # later lines are not compared with it
             if not was_spike:
                 yield (
                     f"the loss is {loss:.3f}, and the median of {LINES} lines before was "
@@ -423,7 +423,7 @@ def slowest(own: Tensor, nodes: Sequence[str]) -> dict[str, object]:
 
     Returns:
         ``slowest_to_median``; above STRAGGLER_RATIO also ``slowest_rank`` and ``slowest_node``.
-        Nothing if there is one rank, or one of them has had no tokens or no time.
+        Nothing if there is one rank, or a rank has had no tokens or no time.
     """
     if len(own) == 1 or not bool((own > 0).all()):
         return {}

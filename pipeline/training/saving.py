@@ -315,14 +315,14 @@ class Resumed:
 
 
 class Resuming:
-    """Restores the newest training state of a run, or loads the mean of the last ones at its end.
+    """Restores the newest training state of a run, or loads the mean of the last states at its end.
 
     The state holds master weights, moments, loss scale and position. It may come from another
     number of ranks.
 
     Invariant: a run that was stopped and resumed makes the same updates as one that was not. A
     state that cannot be continued from is an error on all ranks before the first update. The mean
-    is of exactly the states that :func:`averaged_updates` lists. If one of them is gone, the run
+    is of exactly the states that :func:`averaged_updates` lists. If a state is gone, the run
     fails instead of averaging the rest.
     """
 

@@ -42,6 +42,7 @@ SLURM = {
 
 LEAVING_SCRIPT = """
 import atexit, os, sys
+from pipeline.distributed.world import distributed_world, leave
 
 class TellsOfItsEnd:
     def __del__(self, write=os.write):

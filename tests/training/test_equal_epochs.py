@@ -4,6 +4,8 @@ import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,9 +26,11 @@ from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.config.recipe import Recipe
+from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ConfigError
-from pipeline.stages.pretrain import check_phases, training_data
-from pipeline.training.settings import OptimizerConfig, TrainingConfig
+from pipeline.model.transformer import Transformer
+from pipeline.stages.pretrain import check_phases, model_spec, train, training_data
+from pipeline.training.settings import OptimizerConfig
 
 LINES = {"en-ru": 300, "de-en": 200}
 UPDATES = 40
@@ -176,12 +180,16 @@ def test_a_phase_that_a_model_of_fewer_updates_never_reaches_is_refused(
     data = data_of("pieces", made["pieces"], tmp_path)
     (phase,) = data.mixture.phases
     data.mixture = Mixture((phase, replace(phase, from_update=20)))
-    training = TrainingConfig(updates=updates)
+    recipe = recipe_of("pieces")
+    training = recipe.training.model_copy(update={"updates": updates, "updates_of": "dense"})
     if updates == 20:
         check_phases(data, training)
         return
+    recipe = recipe.model_copy(update={"training": training})
+    call = make_call("pretrain", recipe, made["pieces"], tmp_path / "model")
+    model = cast(Transformer, SimpleNamespace(spec=model_spec(call, data.tokenizer)))
     with pytest.raises(ConfigError, match="begins at update 20, and this model makes 19 updates"):
-        check_phases(data, training)
+        train(call, model, data, world=World(0, 1, 0, 1, LOOPBACK, 0))
 
 
 def test_updates_that_cannot_be_counted_in_bytes_are_refused(

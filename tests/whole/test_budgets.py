@@ -26,20 +26,20 @@ LINES = {
     "data_prep": 6_722,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_730,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_786,  # 3,000
-    "pipeline/kernels": 5_131,  # 3,200
+    "pipeline/kernels": 4_999,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
-    "pipeline/training": 3_644,  # 2,800
+    "pipeline/training": 3_268,  # 2,550: 2,800 without translation.py, now in pipeline/stages
     "pipeline/checkpoints/foreign": 2_492,  # 2,200
-    "pipeline/model": 3_301,  # 2,700
+    "pipeline/model": 3_319,  # 2,730: 2,700 and Regularization, which pipeline/training had
     "pipeline/estimates": 1_690,  # 1,700
     "pipeline/cli": 1_849,  # 1,500
-    "pipeline/checkpoints": 1_996,  # 1,700
+    "pipeline/checkpoints": 1_946,  # 1,700
     "pipeline/checkpoints/assembly": 1_352,  # 1,200
     "pipeline/extensions/tasks": 1_756,  # 1,100
-    "pipeline/batching": 1_764,  # 1,300
-    "pipeline/distributed": 1_676,  # 1,200
+    "pipeline/batching": 1_763,  # 1,300
+    "pipeline/distributed": 1_660,  # 1,200
     "pipeline/extensions/analysis": 1_298,  # 1,000
-    "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
+    "pipeline/stages": 1_210,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
     "pipeline": 3_829,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 980,  # 950
@@ -68,7 +68,7 @@ IDIOMS = {
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.1,  # 0.1
     r"whose": 0.47,  # 0.6
-    r"one of|ones|the one": 0.84,  # 0.9
+    r"one of|ones|the one": 0.8,  # 0.9
     r"so that": 0.47,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
