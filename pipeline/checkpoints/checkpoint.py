@@ -1,6 +1,6 @@
 """Read and write checkpoints: shape (``model.json``), tokenizer (``tokenizer/``) and weights.
 
-Weights are float32, in tensors named per global expert (``names``). :class:`ModelSource` is a model
+Weights are float32, in tensors named per global expert. :class:`ModelSource` is a model
 of any origin, ours or of other software: its tensors have our names, their names and shapes are
 known without reading values, and values are read one tensor at a time.
 """
