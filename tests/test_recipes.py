@@ -214,7 +214,7 @@ def test_a_list_of_a_wrong_length_is_refused_with_the_length_it_may_have(
 ) -> None:
     path = write(tmp_path, "wrong", f"{setting} = {value}")
     said = refusal(lambda: load_recipe(path))
-    assert said.endswith(f": {setting} is {value}. Write a list of {length}.")
+    assert said.endswith(f" {setting} is {value}. Write a list of {length}.")
 
 
 def test_a_list_of_paths_that_is_too_long_is_refused_with_its_length(tmp_path: Path) -> None:
