@@ -40,6 +40,7 @@ from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_listed, read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.raw_text import (
+    COLUMNS_IGNORED,
     FILES_IGNORED,
     FOLDERS_IGNORED,
     FOLDERS_REPEATED,
@@ -469,6 +470,7 @@ def _left_out(totals: Totals) -> str:
         ("pairs_not_selected", "pair", "of other languages"),
         (FOLDERS_IGNORED, "folder", "not named like a pair"),
         (FILES_IGNORED, "file", "of another form"),
+        (COLUMNS_IGNORED, "column", "not named like a language"),
         (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
     ):

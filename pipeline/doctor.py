@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.settings import SEGMENTERS
+from pipeline.artifacts.digests import why_no_data
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     discard_working,
@@ -334,6 +335,14 @@ def _missing_bleu_model(option: str) -> Iterator[str]:
         )
 
 
+def _inputs(examined: Examined) -> Iterator[Finding]:
+    """Check that the data from outside that the plan is given exists."""
+    for name, raw in (examined.placed.given if examined.placed else {}).items():
+        yield from _verdict(
+            f"input {name}", filter(None, map(why_no_data, raw.named(name).values()))
+        )
+
+
 def _disk(examined: Examined) -> Iterator[Finding]:
     """Compare the free space with what models and training states will take."""
     if examined.placed is None:
@@ -354,7 +363,7 @@ def _disk(examined: Examined) -> Iterator[Finding]:
 
 CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (
     *(_packages, _extras, _fused_kernels, _mpi, _slurm),
-    *(_preflight, _open_files, _files_to_fetch, _disk),
+    *(_preflight, _open_files, _files_to_fetch, _inputs, _disk),
 )
 """The checks of ``mmnmt doctor``, software first."""
 

@@ -68,7 +68,8 @@ class Visit:
         recipe, plan = self.folder / "recipe.toml", self.folder / "plan.toml"
         recipe.write_text(self.recipe)
         text = PLAN.format(recipe=recipe, ds_config=self.ds_config)
-        plan.write_text(text.replace('[inputs]\nshards = "shards"\n', ""))
+        declared = "--input" in options
+        plan.write_text(text if declared else text.replace('[inputs]\nshards = "shards"\n', ""))
         code = cli.main(["doctor", str(plan), "--out", str(self.folder / "runs"), *options])
         captured = self._capsys.readouterr()
         assert captured.err == ""
@@ -120,6 +121,16 @@ def test_a_full_disk_is_wrong_and_names_what_the_plan_needs(
     assert [*wrong] == ["disk"]
     assert "0.0 GiB are free in" in wrong["disk"]
     assert "Make room, name another --out" in wrong["disk"]
+
+
+def test_data_from_outside_that_is_missing_is_named(visit: Visit) -> None:
+    nosuch, pipe = visit.folder / "nosuch", visit.folder / "pipe"
+    os.mkfifo(pipe)
+    for path, problem in ((nosuch, "does not exist"), (pipe, "is a pipe or a device")):
+        code, wrong = visit("--input", f"shards={path}")
+        assert code == EXIT_USER_ERROR
+        assert wrong == {"input shards": f"{path} {problem}. Name an existing file or folder."}
+    assert visit("--input", f"shards={visit.folder}") == (0, {})
 
 
 @pytest.mark.parametrize("version", [None, "0.1"])

@@ -179,7 +179,19 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[evaluation]\nword_accuracy = 3", "word_accuracy is 3. Write true or false."),
         ('[corpus]\nsource = "mses"', "corpus.source is mses. Did you mean 'moses'?"),
         ('[corpus]\nsource = "xml"', "corpus.source is xml. Choose from tree, cldr, hub, tmx,"),
-        ('[model.front]\nkind = "mcs"', "model.front is mcs. Did you mean 'msc'?"),
+        ('[model.front]\nkind = "mcs"', "model.front.kind is mcs. Did you mean 'msc'?"),
+        (
+            "[model]\nfront = { kind = 'nope' }",
+            "front.kind is nope. Choose from subwords, msc, msha,",
+        ),
+        ("[model.front]\nlayer = 1", "model.front.kind is missing. Choose from subwords, msc,"),
+        (
+            "[model.front]\nkind = 'msc'\nkernels = [0, 2, 3, 3]",
+            ": model.front.kernels (item 2) is 2. Choose from 0, 1, 3, 5, 7, 9, 11, 13, 15.",
+        ),
+        ("[model.front]\nkind = 'msc'\nkernels = ['3']", '(item 1) is "3". Choose from 0, 1, 3,'),
+        ("[model.front]\nkind = 'msha'\nscales = [9]", "scales (item 1) is 9. Choose a whole"),
+        ("[corpus]\nfiles = [3]", "files (item 1) is 3. Write it as a table, [[corpus.files]]."),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_how_it_is_written(
@@ -187,6 +199,30 @@ def test_a_value_of_another_type_is_refused_with_how_it_is_written(
 ) -> None:
     path = write(tmp_path, "wrong", text)
     assert said in refusal(lambda: load_recipe(path))
+
+
+@pytest.mark.parametrize("value", ["5", "[5]", "[]", "[1, 2, 3, 4]"])
+@pytest.mark.parametrize(
+    ("setting", "length"),
+    [
+        ("training.resource_thresholds", "2 to 3 numbers, for example [200000, 500000]"),
+        ("optimizer.betas", "2 numbers, for example [0.9, 0.98]"),
+    ],
+)
+def test_a_list_of_a_wrong_length_is_refused_with_the_length_it_may_have(
+    tmp_path: Path, setting: str, length: str, value: str
+) -> None:
+    path = write(tmp_path, "wrong", f"{setting} = {value}")
+    said = refusal(lambda: load_recipe(path))
+    assert said.endswith(f" {setting} is {value}. Write a list of {length}.")
+
+
+def test_a_list_of_paths_that_is_too_long_is_refused_with_its_length(tmp_path: Path) -> None:
+    files = "[[corpus.files]]\nsplit = 'train'\npair = 'de-en'\npaths = ['a', 'b', 'c']"
+    path = write(tmp_path, "wrong", files)
+    assert "paths is ['a', 'b', 'c']. Write a list of 1 to 2 entries." in refusal(
+        lambda: load_recipe(path)
+    )
 
 
 @pytest.mark.parametrize(

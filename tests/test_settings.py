@@ -91,7 +91,7 @@ DICT_KEY = "a"
 
 
 class Kind(str):
-    """Of a table that is told from others in its place; in a refusal it stands as their name."""
+    """Of a table that is told from others in its place, which a refusal does not name."""
 
     __slots__ = ()
 
@@ -115,9 +115,11 @@ class Numeric:
         return ".".join(map(str, self.path))
 
     @property
-    def without_kinds(self) -> str:
-        """Where, of a table that has no other in its place."""
-        return ".".join(str(part) for part in self.path if not isinstance(part, Kind))
+    def told(self) -> str:
+        """Where, as a refusal says it: without kinds, and entries of a list as items from 1."""
+        where = ".".join(str(part) for part in self.path if not isinstance(part, Kind))
+        name, _, number = where.rpartition(".")
+        return f"{name} (item {int(number) + 1})" if number.isdigit() else where
 
     def document(self, value: object) -> dict[str, Any]:
         """The settings with this number set, everything else as it may be."""
@@ -224,7 +226,7 @@ def fault_of_refusal(entry: Numeric, kind: str) -> str | None:
     if entry.setting in CHECKED_TOGETHER:
         is_named, has_range = entry.setting in said, True
     else:
-        is_named = entry.where in said or entry.without_kinds in said
+        is_named = entry.told in said
         has_range = f"Choose {kind_of_number} " in said
     is_told = is_named and has_range and "\n" not in said
     return None if is_told else f"{entry.where}: {said}"

@@ -20,7 +20,7 @@ All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line 
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -340,7 +340,7 @@ def _root(raw: RawInput | None) -> Path:
 
 
 def _listed_section(
-    root: Path, entry: ListedText, pair: NamedPair, config: CorpusConfig, left_out: Counter[str]
+    root: Path, entry: ListedText, pair: NamedPair, config: CorpusConfig, left_out: SkippedText
 ) -> Section:
     files = [_listed_file(root, path) for path in entry.paths]
     if len(files) == 2:
@@ -363,12 +363,12 @@ def _open(
     entry: ListedText,
     pair: NamedPair,
     config: CorpusConfig,
-    left_out: Counter[str],
+    left_out: SkippedText,
 ) -> MultiwayFile:
     if file.ending == "tmx":
         return survey_file(file, entry.split, left_out=left_out)
     if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
-        return open_table(file, entry.split, config, pair=pair.spellings)
+        return open_table(file, entry.split, config, pair=pair.spellings, left_out=left_out)
     raise DataError(
         f"{file.path} is one file of both languages, but ends in none of .tmx, "
         f"{', '.join(f'.{ending}' for ending in (*TSV_ENDINGS, *COLUMN_ENDINGS))}. Name a file per "

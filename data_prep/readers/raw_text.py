@@ -186,7 +186,7 @@ class Section:
 
 
 FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
-FOLDERS_REPEATED = "folders_repeated"
+FOLDERS_REPEATED, COLUMNS_IGNORED = "folders_repeated", "columns_ignored"
 
 
 class SkippedText(Counter[str]):

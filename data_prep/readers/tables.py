@@ -23,10 +23,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from data_prep.readers.raw_text import (
+    COLUMNS_IGNORED,
     MultiwayFile,
     RawFile,
     RawText,
     Record,
+    SkippedText,
     find_files,
     is_language,
     pair_up,
@@ -69,16 +71,22 @@ def read_tables(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``."""
     endings = TSV_ENDINGS if config.source == "tsv" else COLUMN_ENDINGS
     files, left_out = find_files(raw, source=config.source, endings=endings)
-    tables = [open_table(file, file.split(), config) for file in files]
+    tables = [open_table(file, file.split(), config, left_out=left_out) for file in files]
     return pair_up(tables, config, left_out=left_out)
 
 
 def open_table(
-    file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
+    file: RawFile,
+    split: Split,
+    config: CorpusConfig,
+    *,
+    left_out: SkippedText,
+    pair: tuple[str, str] | None = None,
 ) -> MultiwayFile:
     """Open a table with the languages of its header (TSV) or of ``corpus.columns`` (others).
 
-    Otherwise it has the languages of ``pair``, or of its name.
+    Otherwise it has the languages of ``pair``, or of its name. ``left_out`` counts the columns that
+    the header of a TSV table does not name like a language.
 
     Raises:
         DataError: Nothing says the languages, or the first rows lack a column of them.
@@ -87,7 +95,7 @@ def open_table(
         raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
-        columns = _find_columns(file, pair or file.pair())
+        columns = _find_columns(file, pair or file.pair(), left_out)
         languages = tuple(columns.spellings.values())
         records = partial(iterate_rows, file, columns)
     else:
@@ -137,7 +145,7 @@ def _is_text(cell: bytes) -> bool:
     return cell != MISSING and not is_blank(cell.decode(errors="replace"))
 
 
-def _find_columns(file: RawFile, pair: tuple[str, str] | None) -> Columns:
+def _find_columns(file: RawFile, pair: tuple[str, str] | None, left_out: SkippedText) -> Columns:
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
     _, first = next(_numbered_lines(file), (1, b""))
     text = first.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
@@ -147,6 +155,10 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None) -> Columns:
     named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
     if len({spelling.lower() for spelling in named.values()}) > 1:
         _refuse_repeated(file, cells, named.values())
+        names = {cell or f"column {number}": cell for number, cell in enumerate(cells, start=1)}
+        known = left_out.names.get(COLUMNS_IGNORED, ())  # of other files
+        others = [name for name in names if not is_language(names[name]) and name not in known]
+        left_out.ignore(COLUMNS_IGNORED, others)
         return Columns(named, width=len(cells), has_header=True)
     if pair is None:
         raise DataError(

@@ -126,11 +126,10 @@ def raw_digest(path: Path) -> str:
     Folders that are linked in count as folders, once each. The digest has the form of earlier
     versions: the inputs of their runs have not changed.
     """
+    if problem := why_no_data(path):
+        raise ArtifactError(problem)
     if path.is_file():
         return json_digest(_in_chunks(path).model_dump())
-    if not path.is_dir():
-        problem = "is a pipe or a device" if path.exists() else "does not exist"
-        raise ArtifactError(f"{path} {problem}. Name an existing file or folder.")
     files = sorted(filter(Path.is_file, entries_below(path)))
     for entry in files:
         if not is_text(str(entry)):
@@ -141,6 +140,14 @@ def raw_digest(path: Path) -> str:
     return json_digest(
         {str(entry.relative_to(path)): record.model_dump() for entry, record in records}
     )
+
+
+def why_no_data(path: Path) -> str:
+    """Return the problem of a path that is neither a file nor a folder; empty for any other."""
+    if path.is_file() or path.is_dir():
+        return ""
+    problem = "is a pipe or a device" if path.exists() else "does not exist"
+    return f"{path} {problem}. Name an existing file or folder."
 
 
 def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:

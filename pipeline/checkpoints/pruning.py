@@ -277,9 +277,12 @@ def prune_languages(
     spec = read_spec(checkpoint)
     modules = spec.model.language_modules
     if modules is None:
+        experts = (
+            ", or pass --experts or --keep-mass to prune its experts" if spec.model.moe else ""
+        )
         raise ConfigError(
             f"{directory} has no language modules to prune: name a checkpoint that has "
-            "(model.language_modules)."
+            f"(model.language_modules){experts}."
         )
     had = spec.languages if modules.languages is None else modules.languages
     languages = known_codes(languages, had)

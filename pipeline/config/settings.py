@@ -27,6 +27,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from pipeline.errors import hint
 
@@ -160,7 +161,7 @@ def describe_validation(
 
     ``also`` are further names that the file may have at its top, for example ``parent``.
     """
-    findings = error.errors(include_url=False)
+    findings = [*filter(_is_true, error.errors(include_url=False))]
     described = _with_choices_once(
         [_describe_finding(finding, settings, also) for finding in findings[:MAX_FINDINGS]]
     )
@@ -168,6 +169,14 @@ def describe_validation(
         described.append(f"And {len(findings) - MAX_FINDINGS:,} more")
     text = " ".join(one if one[-1] in ".?" else f"{one}." for one in described)
     return re.sub(r"(?<=[.?] )t(?=here is no setting )", "T", text)
+
+
+def _is_true(finding: Mapping[str, Any]) -> bool:
+    """Return whether a finding about a list's length is true of the list as given."""
+    length = finding.get("ctx", {}).get("actual_length")  # pydantic counts the valid entries only
+    if finding["type"] == "missing" and isinstance(finding["loc"][-1], int):
+        length = finding["loc"][-1]  # each missing number of a pair is a finding
+    return length is None or length == len(finding["input"])
 
 
 def _with_choices_once(sentences: Sequence[str]) -> list[str]:
@@ -185,17 +194,24 @@ def _describe_finding(
     finding: Mapping[str, Any], settings: type[Settings], also: Sequence[str]
 ) -> str:
     location: tuple[str | int, ...] = finding["loc"]
-    where = ".".join(shown(str(part)) for part in location)
+    found, field, path = _place(settings, location)
+    where = ".".join(shown(str(part)) for part in path)
+    if path and isinstance(path[-1], int):
+        item = "" if finding["type"] == "missing" else f" (item {path[-1] + 1})"
+        where = f"{where.rpartition('.')[0]}{item}"
     match finding["type"]:
         case "extra_forbidden":
-            known = (*_names_at(settings, location[:-1]), *(also if len(location) == 1 else ()))
+            names = _tables_in(_place(settings, location[:-1])[0])[0].model_fields
+            known = (*names, *(also if len(location) == 1 else ()))
             return f"there is no setting {where!r}{hint(str(location[-1]), known)}"
-        case "missing":
+        case "missing" if not isinstance(location[-1], int):
             return f"{where} is missing. Set it"
         case "value_error" if isinstance(finding["input"], BaseModel | dict):
             return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
         case "value_error":
             return f"{where} is {_given(finding['input'])}. {finding['ctx']['error']}"
+        case "tuple_type" | "missing" | "too_short" | "too_long" if length := _length(field):
+            return f"{where} is {shown(finding['input'])}. Write a list of {length}"
         case "list_type" | "tuple_type":
             entries = [finding["input"]]
             if isinstance(entries[0], str) and not re.search(r"[^,]\s", entries[0]):
@@ -205,17 +221,22 @@ def _describe_finding(
         case "string_type":
             return f"{where} is {shown(finding['input'])}. Write text in quotes"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{where} is {shown(finding['input'])}. Write it as a table, [{where}]"
+            table = re.sub(r"^(.*) \(item \d+\)$", r"[\1]", where)
+            return f"{where} is {shown(finding['input'])}. Write it as a table, [{table}]"
         case "too_short" if not finding["input"]:
             return f"{where} is empty. Add an entry"
         case "bool_type" | "bool_parsing":
             return f"{where} is {_given(finding['input'])}. Write true or false"
-        case "literal_error" | "union_tag_invalid":
-            context = finding["ctx"]
-            choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))
-            given = str(context.get("tag", finding["input"]))
-            meant = _FORMATS.get(given, given)
-            return f"{where} is {shown(given)}{hint(meant, choices)}"
+        case "literal_error":
+            given, expected = finding["input"], finding["ctx"]["expected"]
+            choices = [choice.strip("'") for choice in re.split(", | or ", expected)]
+            if not isinstance(given, str) or given in choices:  # a number in quotes
+                return f"{where} is {_given(given)}{hint('', choices)}"
+            return f"{where} is {shown(given)}{hint(_FORMATS.get(given, given), choices)}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            kinds = [*filter(None, map(_kind_of, _tables_in(found)))]
+            tag = finding["ctx"].get("tag", "")
+            return f"{where}.kind is {shown(tag) or 'missing'}{hint(tag, kinds)}"
     return f"{where} is {shown(finding['input'])}: {finding['msg']}"
 
 
@@ -225,19 +246,39 @@ def _given(value: object) -> str:
     return shown(json.dumps(value, ensure_ascii=False) if is_plain else value)
 
 
-def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[str, ...]:
-    """Return the names of the settings of the table at a location below ``settings``."""
+def _place(settings: type[Settings], location: Sequence[str | int]) -> tuple[Any, Any, list[Any]]:
+    """Return the type and setting at pydantic's location, and its path without tags of unions."""
     found: Any = settings
+    field: FieldInfo | None = None
+    path = []
     for part in location:
         tables = _tables_in(found)
-        tagged = [table for table in tables if _kind_of(table) == part]
-        if tagged:
+        if tagged := [table for table in tables if _kind_of(table) == part]:
             found = tagged[0]
-        elif tables:
-            found = tables[0].model_fields[str(part)].annotation
+            continue
+        path.append(part)
+        if tables:
+            field = tables[0].model_fields.get(str(part))
+            found = field and field.annotation
         else:
-            found = next(entry for entry in reversed(get_args(found)) if entry is not Ellipsis)
-    return tuple(_tables_in(found)[0].model_fields)
+            found = next((e for e in reversed(get_args(found)) if e is not Ellipsis), None)
+    return found, field, path
+
+
+def _length(field: FieldInfo | None) -> str:
+    """Return the length of a setting's list, with its default as an example; empty if free."""
+    if field is None or get_origin(field.annotation) is not tuple:
+        return ""
+    low = high = len(get_args(field.annotation))
+    if Ellipsis in get_args(field.annotation):
+        low = max((getattr(limit, "min_length", 0) for limit in field.metadata), default=0)
+        high = max((getattr(limit, "max_length", 0) for limit in field.metadata), default=0)
+    if not high:
+        return ""
+    length = f"{low}" if low == high else f"{low} to {high}"
+    if not isinstance(field.default, tuple):
+        return f"{length} entries"
+    return f"{length} numbers, for example {json.dumps(field.default)}"
 
 
 def _tables_in(annotation: Any) -> list[type[Settings]]:

@@ -84,10 +84,7 @@ def run_plan(
             reads from one that is left out and not made yet.
         Interrupted: a signal came, and no stage failed.
     """
-    resolved.require_inputs()
-    check_rebuild(resolved, rebuild)
-    for task in resolved.tasks:
-        refuse_missing_inputs(resolved, task)
+    _refuse_unready(resolved, rebuild)
     lock_path = plan_lock_path(resolved.out_dir)
     with exclusive(lock_path, what=str(resolved.out_dir)), StopRequests() as requests:
         refuse_losses(resolved, rebuild=rebuild)
@@ -110,6 +107,15 @@ def run_plan(
             rows = sorted(run.summary, key=lambda row: order.index(row[0]))
             if rows:
                 say(text_table(["stage", "", "seconds"], rows))
+
+
+def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str]) -> None:
+    """Refuse a run, or its forecast, that lacks what it needs."""
+    resolved.require_inputs()
+    check_rebuild(resolved, rebuild)
+    for task in resolved.tasks:
+        refuse_missing_inputs(resolved, task)
+        refuse_other_kind(task.out_dir, kind=task.stage.makes)
 
 
 def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
@@ -348,9 +354,10 @@ def dry_run(
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
+        ArtifactError: a stage reads from one that is left out and not made yet, or would replace an
+            artifact of another kind.
     """
-    resolved.require_inputs()
-    check_rebuild(resolved, rebuild)
+    _refuse_unready(resolved, rebuild)
     reasons = forecast(resolved)
     lost = losses(resolved, reasons)
     for task in resolved.tasks:

@@ -16,7 +16,7 @@ from support.stored_checkpoints import (
     stored,
     weights_of,
 )
-from support.tiny_models import random_batch, tiny_model
+from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
 
@@ -35,6 +35,7 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.parameters import named_slices, num_parameters
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
@@ -146,8 +147,14 @@ def test_routes_and_modules_that_a_checkpoint_lacks_are_named(tmp_path: Path) ->
         fold_checkpoint(clsr, out_dir=out)
     with pytest.raises(ConfigError, match=r"no module for the language 'xx'\. Choose"):
         prune_languages(whole, languages=["xx"], out_dir=out)
-    with pytest.raises(ConfigError, match="no language modules to prune"):
-        prune_languages(plain, languages=["de"], out_dir=out)
+    experts = make_checkpoint(tmp_path / "moe", tiny_model(tiny_spec(moe=MoEConfig(num_experts=2))))
+    fix = r"name a checkpoint that has \(model\.language_modules\)"
+    for directory, more in (
+        (plain, ""),
+        (experts, ", or pass --experts or --keep-mass to prune its experts"),
+    ):
+        with pytest.raises(ConfigError, match=rf"no language modules to prune: {fix}{more}\.$"):
+            prune_languages(directory, languages=["de"], out_dir=out)
 
 
 # ---------------------------------------------------------------- grow

@@ -18,7 +18,7 @@ from support.raw_trees import run_import, write
 
 from data_prep import import_corpus
 from data_prep.readers import tables
-from data_prep.readers.raw_text import RawFile, Record
+from data_prep.readers.raw_text import RawFile, Record, SkippedText
 from data_prep.readers.tables import Columns, iterate_rows, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
@@ -136,6 +136,30 @@ def test_a_header_says_the_order_of_the_columns_and_which_are_text(tmp_path: Pat
     assert line_counts(corpus, "train") == {"de-en": 2}
     assert read_lines(corpus, "train", "de-en", "de") == ["zwei", "eins"]
     assert read_lines(corpus, "train", "de-en", "en") == ["two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"a.tsv": "en\tklingon\tde\none\twa'\teins\n"},
+            "1 column not named like a language (klingon)",
+        ),
+        (
+            dict.fromkeys(("a.tsv", "b.tsv"), "EN\tde_DE\tx-foo\t\none\teins\t1\t2\n"),
+            "2 columns not named like a language (x-foo, column 4)",
+        ),
+        (
+            {"train.de-en.tsv": "en\tscore\tde\tfr\none\t1\teins\tun\n"},
+            "1 column not named like a language (score)",
+        ),
+    ],
+)
+def test_columns_that_are_not_read_are_named_in_the_summary(
+    tmp_path: Path, files: dict[str, str], said: str
+) -> None:
+    corpus = import_tsv(tmp_path / "corpus", write(tmp_path / "raw", files))
+    assert f"left out: {said}" in corpus.manifest.summary
 
 
 def test_a_first_row_of_words_that_are_codes_is_no_header_of_a_named_pair(tmp_path: Path) -> None:
@@ -310,7 +334,7 @@ def test_no_more_is_read_than_the_rows_given_need(
             yield line
 
     monkeypatch.setattr("data_prep.readers.tables.iterate_raw_lines", counted)
-    table = open_table(RawFile(path, path.name), "train", CorpusConfig())
+    table = open_table(RawFile(path, path.name), "train", CorpusConfig(), left_out=SkippedText())
     read = 0
     for number, _ in enumerate(table.records(), start=1):
         assert read == number
@@ -504,7 +528,8 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
     csv.writer(stream).writerows([("de", "en"), *rows])
     root = tmp_path_factory.mktemp("csv")
     path = write(root, {"train.csv": stream.getvalue()}) / "train.csv"
-    table = open_table(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
+    file, left_out = RawFile(path, "train.csv"), SkippedText()
+    table = open_table(file, "train", CorpusConfig(), left_out=left_out, pair=("de", "en"))
     both = [dict(zip(("de", "en"), row, strict=True)) for row in rows]
     expected = [
         {code: side.encode() for code, side in row.items() if not is_blank(side)} for row in both
