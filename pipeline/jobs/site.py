@@ -37,15 +37,11 @@ class Node(Settings):
     """Memory of a GPU, for example ``80G``; not set: not checked."""
 
 
-def _without(pattern: str, fix: str) -> AfterValidator:
-    """Refuse a text in which a pattern occurs."""
-
-    def check(text: str) -> str:
-        if re.search(pattern, text):
-            raise ValueError(fix)
-        return text
-
-    return AfterValidator(check)
+def _on_one_line(text: str) -> str:
+    """Refuse an empty text, and control characters, which sbatch would take literally."""
+    if not text.strip() or re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError("Write a line of text, or leave it out")
+    return text
 
 
 def _named(variables: dict[str, str]) -> dict[str, str]:
@@ -59,8 +55,7 @@ def _named(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-Line = Annotated[str, _without(r"^\s*\Z|[\x00-\x1f\x7f]", "Write a line of text, or leave it out")]
-Text = Annotated[str, _without(r"\0", "Write text without the character NUL")]
+Line = Annotated[str, AfterValidator(_on_one_line)]
 
 
 def _is_line(entry: str) -> bool:
@@ -116,7 +111,7 @@ class Site(Queue):
     ds_config: str | None = None
     """The ds_config that ``auto`` stands for; not set: ``zero1_bf16`` if nodes have GPUs, else
     ``cpu_fp32``."""
-    setup: Text = ""
+    setup: str = ""
     """Lines of bash that run first in every job, for example ``module load`` and the activation of
     an environment."""
     container: Words = ()
@@ -125,7 +120,7 @@ class Site(Queue):
     """Network interface between nodes; not set: the first that NCCL and gloo find."""
     max_restarts: Annotated[int, whole(0, MAX_RESTARTS)] | None = None
     """Restarts without progress after which a job gives up; not set: the job script's."""
-    environment: Annotated[dict[str, Text], AfterValidator(_named)] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(default_factory=dict)
     """Further variables of every job."""
 
     def queue(self, *, has_gpus: bool) -> Queue:

@@ -184,8 +184,6 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ("environment = { 'A B' = '1' }\n[node]\ncpus = 8", 'environment: "A B" is no name of a'),
         ("environment = { 'X;touch Y' = '1' }\n[node]\ncpus = 8", '"X;touch Y" is no name of a'),
         ("environment = { 1A = '1' }\n[node]\ncpus = 8", 'environment: "1A" is no name of a'),
-        ('environment = { A = "\\u0000" }\n[node]\ncpus = 8', "without the character NUL"),
-        ('setup = "a\\u0000"\n[node]\ncpus = 8', "without the character NUL"),
         *(
             (f"{name} = {value}\n[node]\ncpus = 8", "Write a line of text, or leave it out")
             for name in ("partition", "account", "qos", "interface")
