@@ -48,10 +48,8 @@ def _named(variables: dict[str, str]) -> dict[str, str]:
     """Refuse names that bash would not take for the name of a variable, but for a command."""
     for name in variables:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            odd = shown(json.dumps(name))
-            raise ValueError(
-                f"{odd} is no name of a variable. Write letters from A to Z, digits and _"
-            )
+            fix = "Write letters from A to Z, digits and _"
+            raise ValueError(f"{shown(json.dumps(name))} is no name of a variable. {fix}")
     return variables
 
 

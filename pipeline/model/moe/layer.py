@@ -157,8 +157,7 @@ def build_mixture_of_experts(
     """Return an MoE layer with this rank's share of the experts.
 
     Raises:
-        ConfigError: the number of ranks does not divide the number of experts, or the router has no
-            ``case``.
+        ConfigError: the ranks do not divide the experts, or the router has no ``case``.
     """
     size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
     if moe.num_experts % size:
