@@ -58,9 +58,11 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     The model's shape and tokenizer come from ``OUT.run/best``.
 
     Raises:
-        ArtifactError: The folder holds no run, or fewer states.
+        ArtifactError: The folder does not exist, holds no run, or fewer states.
         CheckpointError: A state does not cover all weights.
     """
+    if not run_dir.exists():
+        raise ArtifactError(f"{run_dir} does not exist. Name OUT.run of a training stage.")
     state_dirs = sorted(
         path for path in run_dir.glob("states/update-*") if read_manifest(path) is not None
     )

@@ -119,7 +119,7 @@ directory)
     --max-seconds N  longest time of a request (default: %(default)s)
 upcycle: assemble a model from modules of trained models, as a file declares
     assembly ASSEMBLY.toml  declaration of the assembly
-    --dry-run  check everything and print the plan; write nothing
+    --dry-run  check all but the values of tensors and print the plan; write nothing
     --out DIR  directory of the new artifact; without it, pass --dry-run
     {_OVERWRITE}
     --processes N  files that are written at a time (default: %(default)s)

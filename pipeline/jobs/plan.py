@@ -104,17 +104,20 @@ def seconds_of(time: str | None) -> int | None:
     """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
     if time is None:
         return None
-    if (match := _TIME.fullmatch(time.strip())) is None:
+    match = _TIME.fullmatch(time.strip())
+    parts = [int(part) for part in match.groups()[1:] if part is not None] if match else []
+    if not match or max(parts[1:], default=0) > 59 or (match[1] and parts[0] > 23):
         raise ValueError("Write a time limit, for example 24:00:00")
-    parts = [int(part) for part in match.groups()[1:] if part is not None]
     units = [3600, 60, 1] if match[1] or len(parts) == 3 else [60, 1]
     clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(match[1] or 0) * 86400 + clock
+    if not (seconds := int(match[1] or 0) * 86400 + clock):
+        raise ValueError("sbatch takes 0 as no limit. Write a time limit, for example 24:00:00")
+    return seconds
 
 
 def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:
-    """Return a check that a text can be read, which keeps the text."""
-    return AfterValidator(lambda text: text if read(text) is not None else None)
+    """Return a check that a text can be read, which keeps the text without spaces around it."""
+    return AfterValidator(lambda text: text.strip() if read(text) is not None else None)
 
 
 MemorySize = Annotated[str, _as_written(num_bytes)]

@@ -6,15 +6,16 @@ single stages belong to the plan (``StageJob`` in ``pipeline/jobs/plan.py``).
 """
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from pipeline.config.documents import read_toml
-from pipeline.config.settings import Settings, describe_validation, whole
+from pipeline.config.settings import Settings, describe_validation, shown, whole
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import MAX_CPUS, MemorySize, Task, TimeLimit, num_bytes
 from pipeline.terminal import counted
@@ -34,6 +35,25 @@ class Node(Settings):
     """Memory of the host, for example ``512G``; not set: not checked."""
     gpu_memory: MemorySize | None = None
     """Memory of a GPU, for example ``80G``; not set: not checked."""
+
+
+def _on_one_line(text: str) -> str:
+    """Refuse an empty text, and control characters, which sbatch would take literally."""
+    if not text.strip() or re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError("Write a line of text, or leave it out")
+    return text
+
+
+def _named(variables: dict[str, str]) -> dict[str, str]:
+    """Refuse names that bash would not take for the name of a variable, but for a command."""
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            fix = "Write letters from A to Z, digits and _"
+            raise ValueError(f"{shown(json.dumps(name))} is no name of a variable. {fix}")
+    return variables
+
+
+Line = Annotated[str, AfterValidator(_on_one_line)]
 
 
 def _is_line(entry: str) -> bool:
@@ -61,15 +81,15 @@ def _in_words(value: object) -> object:
     raise ValueError(f"Write a list of words, {json.dumps(words)}")
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_in_words)]
+Words = Annotated[tuple[Line, ...], BeforeValidator(_in_words)]
 
 
 class Queue(Settings):
     """Where jobs run."""
 
-    partition: str | None = None
+    partition: Line | None = None
     """Partition; not set: the cluster's default."""
-    qos: str | None = None
+    qos: Line | None = None
     """Quality of service."""
     time: TimeLimit | None = None
     """Time limit of stages that set none; not set: the partition's."""
@@ -82,7 +102,7 @@ class Queue(Settings):
 class Site(Queue):
     """A site file."""
 
-    account: str | None = None
+    account: Line | None = None
     """Account that is charged."""
     cpu: Queue | None = None
     """Where stages run that ask for no GPU; not set: with the others."""
@@ -94,11 +114,11 @@ class Site(Queue):
     an environment."""
     container: Words = ()
     """Command that runs python in a container, for example ``apptainer exec --nv IMAGE``."""
-    interface: str | None = None
+    interface: Line | None = None
     """Network interface between nodes; not set: the first that NCCL and gloo find."""
     max_restarts: Annotated[int, whole(0, MAX_RESTARTS)] | None = None
     """Restarts without progress after which a job gives up; not set: the job script's."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(default_factory=dict)
     """Further variables of every job."""
 
     def queue(self, *, has_gpus: bool) -> Queue:

@@ -49,6 +49,8 @@ _REASONS = {
 }
 """Reason for which SLURM lets a job wait → in words."""
 
+_ELSEWHERE = "Run this on a login node of the cluster, or run the plan here with `mmnmt run`."
+
 
 @dataclass(frozen=True)
 class SlurmJob:
@@ -181,7 +183,7 @@ class Scheduler:
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         try:
-            return subprocess.run(
+            answer = subprocess.run(
                 command,
                 env={**_outside_of_jobs(os.environ), **(environment or {})},
                 stdin=subprocess.DEVNULL,
@@ -193,13 +195,17 @@ class Scheduler:
             )
         except FileNotFoundError as error:
             raise SchedulerError(
-                f"There is no {command[0]} on this machine. Run this on a login node of the "
-                "cluster, or run the plan here with `mmnmt run`."
+                f"There is no {command[0]} on this machine. {_ELSEWHERE}"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise self._silent(command[0], f"nothing in {self._seconds:.0f} s") from error
         except OSError as error:
             raise self._silent(command[0], error.strerror or str(error)) from error
+        if answer.returncode != 0 and "configuration source" in answer.stderr:
+            raise SchedulerError(
+                f"SLURM is not configured on this machine ({_said(answer)}). {_ELSEWHERE}"
+            )
+        return answer
 
     @staticmethod
     def _silent(program: str, said: str) -> SchedulerError:

@@ -31,7 +31,7 @@ from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, SchedulerError
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.job_endings import now, recorded_starts
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -372,9 +372,13 @@ def show_commands(
 ) -> None:
     """Print what ``submit_plan`` would do as lines of bash; change nothing.
 
-    Without ``scheduler``, no stage counts as submitted.
+    Without ``scheduler``, or if it does not answer, no stage counts as submitted.
     """
-    submission = _Submission(resolved, site, rebuild, check, scheduler)
+    try:
+        submission = _Submission(resolved, site, rebuild, check, scheduler)
+    except SchedulerError as error:
+        submission = _Submission(resolved, site, rebuild, check, None)
+        say(f"# States of jobs are unknown: no stage counts as submitted. {error}")
     decisions = submission.decisions()
     if canceled := _canceled(decisions):
         say(f"scancel {' '.join(canceled)}")
@@ -437,6 +441,9 @@ def last_log(resolved: ResolvedPlan, stage: str) -> Path:
         raise ArtifactError(
             f"There is no log of stage {stage} in {folder}. `mmnmt status` says why its job waits, "
             "or how it ended."
+            if job_id
+            else f"No job of stage {stage} is recorded, and {folder} has no log. `mmnmt status` "
+            "shows the stage's state."
         )
     return logs[-1]
 

@@ -20,7 +20,7 @@ from pipeline.model.moe.experts import StackedModules
 from pipeline.model.moe.layer import build_mixture_of_experts, has_experts
 from pipeline.model.settings import DenseConfig, ModelConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec, Side
-from pipeline.model.sublayer import FeedForward, Regularization
+from pipeline.model.sublayer import FeedForward, Regularization, built
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Stack, Transformer
 
 
@@ -53,6 +53,7 @@ def _build_side(
         feed_forward = build_feed_forward(
             spec, side=side, layer=index, regularization=rates, expert_parallel=expert_parallel
         )
+        feed_forward = built(feed_forward, "build_feed_forward", model.feed_forward.kind)
         is_last = side == "decoder" and index == count - 1
         own = rates_of_last(model, rates) if is_last else rates
         layer = EncoderLayer if side == "encoder" else DecoderLayer
@@ -72,7 +73,8 @@ def build_front(spec: ModelSpec) -> nn.Module:
     if isinstance(spec.model.front, SubwordsConfig):
         return SubwordFront()
     found = (extension.build_front(spec) for extension in extensions())
-    return next(front for front in found if front is not None)
+    front = next((front for front in found if front is not None), None)
+    return built(front, "build_front", spec.model.front.kind)
 
 
 def build_feed_forward(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.errors import ConfigError
 from pipeline.kernels.noise import Dropout, Noise, dropout_in
 from pipeline.kernels.pointwise import add_and_norm, add_dropped, layer_norm, norm_of_sum
 from pipeline.kernels.products import Activation, Linear
@@ -26,6 +27,13 @@ from pipeline.model.tokens import Tokens, Unbiased, project, project_last
 from pipeline.training.settings import TrainingConfig
 
 T = TypeVar("T")
+
+
+def built(result: object, builder: str, kind: str) -> nn.Module:
+    """Return the module of a variant; ConfigError if its name has no case, or makes no module."""
+    if isinstance(result, nn.Module):
+        return result
+    raise ConfigError(f"{builder} has no case for {kind!r} that returns a torch.nn.Module. Add it.")
 
 
 @dataclass(frozen=True)

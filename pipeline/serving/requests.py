@@ -40,6 +40,7 @@ _BOUNDARY = re.compile(r'(?ai)boundary=("?)([!-~]{1,70}?)\1(?:;|\s|$)')
 _NAME = re.compile(
     rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE
 )
+MAX_ALTERNATIVES = 10**9 - 1
 MAX_TEXTS = 20
 """Most texts of a field other than ``q`` that lists texts."""
 
@@ -49,7 +50,7 @@ WANTED = {
     "source": f"the code of a language, at most {MAX_FIELD} characters",
     "target": f"the code of a language, at most {MAX_FIELD} characters",
     "format": "'text', which is the only one",
-    "alternatives": "a whole number from 0",
+    "alternatives": f"a whole number from 0 to {MAX_ALTERNATIVES:,}",
     "details": "true or false",
     "phrases": f"a text or up to {MAX_TEXTS} texts of 1 to {MAX_FIELD} characters",
     "api_key": f"a text of at most {MAX_FIELD} characters",
@@ -79,7 +80,7 @@ class Fields(BaseModel):
     source: Short = ""
     target: Short = ""
     format: Literal["text"] = "text"
-    alternatives: Annotated[int, Field(ge=0, lt=10**9)] = 0
+    alternatives: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = 0
     details: bool = False
     phrases: Annotated[tuple[Phrase, ...], Field(max_length=MAX_TEXTS)] = ()
     api_key: Short = ""

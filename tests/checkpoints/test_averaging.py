@@ -214,7 +214,10 @@ def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> N
         if piece.tensor != "encoder.layers.0.feed_forward.up.weight" or piece.start == 0
     ]
     make_state(run_dir / "states" / "update-0000002", pieces)
+    (tmp_path / "moe").mkdir()
     for run, last, error, words in (
+        (tmp_path / "lost.run", 1, ArtifactError, r"lost.run does not exist\. Name OUT.run"),
+        (tmp_path / "no" / "x", 9, ArtifactError, r"no/x does not exist\. Name OUT.run"),
         (run_dir, 3, ArtifactError, r"moe.run holds 2 training states, not 3"),
         (
             tmp_path / "moe",

@@ -126,7 +126,6 @@ def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("0", 0),  # no limit
         ("6", 360),
         ("30", 1800),
         ("30:15", 1815),
@@ -175,6 +174,24 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ("[node]\ncpus = 8\n[cpu]\noptions = '-x'\nnode = 3", 'list of words, ["-x"].'),
         ("container = { a = 1 }\n[node]\ncpus = 8", "container is {'a': 1}. Write a list"),
         ("environment = ['A=1']\n[node]\ncpus = 8", "Write it as a table, [environment]"),
+        *(
+            (f"time = '{time}'\n[node]\ncpus = 8", f'time is "{time}". {told}Write a time limit')
+            for time, told in (
+                *(("1:99:00", ""), ("1:00:60", ""), ("9:60", ""), ("1-24", "")),
+                *((zero, "sbatch takes 0 as no limit. ") for zero in ("00:00:00", "0", "0-0")),
+            )
+        ),
+        ("environment = { 'A B' = '1' }\n[node]\ncpus = 8", 'environment: "A B" is no name of a'),
+        ("environment = { 'X;touch Y' = '1' }\n[node]\ncpus = 8", '"X;touch Y" is no name of a'),
+        ("environment = { 1A = '1' }\n[node]\ncpus = 8", 'environment: "1A" is no name of a'),
+        *(
+            (f"{name} = {value}\n[node]\ncpus = 8", "Write a line of text, or leave it out")
+            for name in ("partition", "account", "qos", "interface")
+            for value in ('""', '"a\\nb"', '" "', '"\\u001b"')
+        ),
+        ('options = ["--a", ""]\n[node]\ncpus = 8', 'options.1 is "". Write a line of text'),
+        ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),
+        ('[node]\ncpus = 8\n[cpu]\nqos = ""\nnode = { cpus = 8 }', 'cpu.qos is "". Write a line'),
         ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),
     ],
 )
@@ -185,6 +202,12 @@ def test_a_wrong_site_file_is_named_with_its_mistake(tmp_path: Path, text: str, 
         load_site(path)
     assert told in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_white_space_around_a_limit_does_not_reach_sbatch() -> None:
+    node = {"cpus": 8, "memory": "64G\n"}
+    found = Site.model_validate({"time": " 1:00:00\n", "node": node})
+    assert (found.time, found.node.memory) == ("1:00:00", "64G")
 
 
 def test_an_option_of_sbatch_and_a_path_may_hold_spaces(tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def test_every_stage_is_a_job_that_waits_for_exactly_the_stages_it_reads_from(
         ("00:15:00", "B:USR1@280"),
         ("16", None),
         ("1-00", None),
-        ("0", None),
         (None, None),
     ],
 )
@@ -449,6 +448,40 @@ def test_commands_can_be_shown_without_slurm(out: Path) -> None:
     show_commands(graph(out), SITE, say=said.append)
     assert sum(line.startswith("job_") for line in said) == len(graph(out).tasks)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("down", "told"),
+    [
+        ("Could not establish a configuration source", "SLURM is not configured on this machine"),
+        (True, "SLURM gives squeue no answer"),
+    ],
+)
+def test_commands_are_shown_with_a_warning_where_slurm_does_not_tell_the_jobs(
+    slurm: FakeSlurm, out: Path, down: str | bool, told: str
+) -> None:
+    slurm.set(down=down)
+    with pytest.raises(SchedulerError):
+        submit(graph(out))
+    said: list[str] = []
+    show_commands(graph(out), SITE, scheduler=Scheduler(), say=said.append)
+    assert said[0].startswith("# States of jobs are unknown: no stage counts as submitted. ")
+    assert told in said[0]
+    assert sum(line.startswith("job_") for line in said) == len(graph(out).tasks)
+    for stage in ("corpus", "clean"):  # refused, and not tried
+        with pytest.raises(ArtifactError, match=f"No job of stage {stage} is recorded, and"):
+            last_log(graph(out), stage)
+
+
+def test_a_machine_without_slurm_s_configuration_is_told(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    slurm.set(down="Could not establish a configuration source")
+    where = r"SLURM is not configured on this machine \(.*a configuration source\)\. Run this"
+    with pytest.raises(SchedulerError, match=where):
+        cancel_jobs(graph(out), [])
+    (out / RECORD_NAME).unlink()
+    with pytest.raises(SchedulerError, match=where):
+        submit(graph(out))
 
 
 def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Path) -> None:

@@ -362,6 +362,14 @@ def test_what_cannot_be_translated_is_answered_in_one_sentence(
     assert answer.refusal()
 
 
+@pytest.mark.parametrize("number", [10**9, -1])
+def test_a_number_of_alternatives_beyond_the_limits_is_answered_with_them(
+    served: Served, number: int
+) -> None:
+    answer = served.ask("/translate", body_of(q="ja", alternatives=number))
+    assert answer.refusal().endswith("Send a whole number from 0 to 999,999,999.")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [

@@ -34,7 +34,7 @@ class FakeSlurm:
         self._path.write_text(json.dumps(state), encoding="utf-8")
 
     def set(self, **values: Any) -> None:
-        """Change what SLURM answers: ``down``, ``refused`` (a job's name)."""
+        """Change what SLURM answers: ``down`` (true, or its words), ``refused`` (a job's name)."""
         self._save(self._load() | values)
 
     def become(self, job_id: str, state: str, **values: Any) -> None:

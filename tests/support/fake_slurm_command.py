@@ -16,7 +16,8 @@ def main() -> int:
     state = json.loads(STATE.read_text(encoding="utf-8"))
     jobs = state["jobs"]
     if state["down"]:
-        print(f"slurm_load_jobs error: {SILENT}", file=sys.stderr)
+        said = SILENT if state["down"] is True else state["down"]
+        print(f"slurm_load_jobs error: {said}", file=sys.stderr)
         return 1
     match NAME:
         case "sbatch":

@@ -184,7 +184,8 @@ def expert_sources(spec: ModelSpec, tensors: Tensors) -> ExpertSources | None:
     if wanted < available:
         raise CheckpointError(
             f"{tensors.origin} has {available} experts per layer and the model {wanted}. Prune it "
-            "by its routes first (mmnmt checkpoint prune)."
+            "first (mmnmt checkpoint prune); if it has no record of its routes (routing.json), "
+            "fine-tune it here before."
         )
     return ExpertSources(available, wanted)
 

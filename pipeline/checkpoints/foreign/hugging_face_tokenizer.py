@@ -201,6 +201,13 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
     found = TokenizerConfig()
     if folder.has(TOKENIZER_CONFIG_FILE):
         found = folder.described(TokenizerConfig, TOKENIZER_CONFIG_FILE)
+    is_told = found.tokenizer_class or usual_class != "M2M100Tokenizer"
+    if not is_told and not folder.has(VOCABULARY_FILE):  # NLLB has M2M-100's model_type
+        problem = "names no tokenizer_class" if folder.has(TOKENIZER_CONFIG_FILE) else "is missing"
+        raise CheckpointError(
+            f"{folder.origin / TOKENIZER_CONFIG_FILE} {problem}, so the kind of the tokenizer is "
+            f"unknown. {RESTORE}"
+        )
     if found.sp_model_kwargs:
         raise CheckpointError(
             f"{folder.origin / TOKENIZER_CONFIG_FILE} has sp_model_kwargs = "

@@ -20,7 +20,7 @@ from pipeline.model.moe.router import build_router
 from pipeline.model.moe.routing import Routing, RoutingRecord
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, Side
-from pipeline.model.sublayer import Regularization, not_again
+from pipeline.model.sublayer import Regularization, built, not_again
 from pipeline.model.tokens import Tokens
 
 
@@ -70,11 +70,13 @@ class MixtureOfExperts(nn.Module):
             ("probability_NE", of_experts),
             ("expert_NC", of_choices),
             ("made_weight_NC", of_choices),
+            ("chosen_logits_NC", of_choices),
             ("balance_loss", ()),
         ):
             value = getattr(routing, name, 0)
-            if value is None and name == "made_weight_NC":
-                continue
+            other = {"made_weight_NC": "chosen_logits_NC", "chosen_logits_NC": "made_weight_NC"}
+            if value is None and getattr(routing, other.get(name, ""), None) is not None:
+                continue  # weights are given, or follow from the logits
             # Experts are indices; an index in floating point would fail in a kernel.
             is_other_kind = isinstance(value, Tensor) and (
                 value.is_floating_point() == (name == "expert_NC")
@@ -155,7 +157,7 @@ def build_mixture_of_experts(
     """Return an MoE layer with this rank's share of the experts.
 
     Raises:
-        ConfigError: the number of ranks does not divide the number of experts.
+        ConfigError: the ranks do not divide the experts, or the router has no ``case``.
     """
     size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
     if moe.num_experts % size:
@@ -166,7 +168,7 @@ def build_mixture_of_experts(
     local_experts = moe.num_experts // size
     return MixtureOfExperts(
         moe,
-        router=build_router(spec, moe, side=side),
+        router=built(build_router(spec, moe, side=side), "build_router", moe.decoder_router),
         experts=Experts(
             num_experts=local_experts,
             first_expert=rank * local_experts,

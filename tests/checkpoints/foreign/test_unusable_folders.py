@@ -386,8 +386,10 @@ def test_the_model_s_configuration_names_the_tokenizer_if_no_other_file_does(
     name: str, folder: Path
 ) -> None:
     tokens = NllbTokenizer.from_pretrained(folder).get_added_vocab()
+    edit_json(folder / "tokenizer_config.json", tokenizer_class=None)
+    assert "tokenizer_config.json names no tokenizer_class, so the kind of" in refusal(folder)
     (folder / "tokenizer_config.json").unlink()
-    assert "vocab.json cannot be read" in refusal(folder)
+    assert "tokenizer_config.json is missing, so the kind of the tokenizer is" in refusal(folder)
     edit_json(folder / "config.json", tokenizer_class=name)
     ours = open_foreign(folder).tokenizer.build()
     assert ours.language_token_id("de") == tokens["deu_Latn"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.batching.batch import collate
 from pipeline.errors import ConfigError
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.moe.router import LanguageGroupRouter, build_router
+from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter, build_router
 from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec, Side
@@ -95,6 +95,7 @@ class ReturnsNothing(nn.Module):
         ("probability_NE", (8, 4), "(9, 4)"),
         ("expert_NC", (9, 1), "(9, 2)"),
         ("made_weight_NC", (9,), "(9, 2)"),
+        ("chosen_logits_NC", (9, 1), "(9, 2)"),
         ("balance_loss", (4,), "()"),
     ],
 )
@@ -128,6 +129,36 @@ def test_a_router_that_returns_nothing_is_named() -> None:
         ConfigError, match="ReturnsNothing returned a NoneType with logits_NE no tensor"
     ):
         layer(*random_tokens(9))
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_a_router_without_weights_is_named(dispatch: str) -> None:
+    layer = moe_layer(MoEConfig.model_validate({"num_experts": 4, "dispatch": dispatch}))
+    layer.router = WrongRouter(made_weight_NC=None, chosen_logits_NC=None)
+    with pytest.raises(ConfigError, match=r"with made_weight_NC no tensor; .* has \(9, 2\)"):
+        layer(*random_tokens(9))
+    layer.router = WrongRouter(made_weight_NC=None, chosen_logits_NC=torch.zeros((9, 2)))
+    layer(*random_tokens(9))
+
+
+@pytest.mark.parametrize("result", [None, "router", TokenRouter])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("moe.layer.build_router", "token"), ("building.build_feed_forward", "dense")],
+)
+def test_a_name_without_a_case_or_with_no_module_is_told(
+    place: str, kind: str, result: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"pipeline.model.{place}", lambda *_, **__: result)
+    told = f"{place.split('.')[-1]} has no case for '{kind}' that returns a torch.nn.Module"
+    with pytest.raises(ConfigError, match=told):
+        moe_layer(MoEConfig(num_experts=4))
+
+
+def test_a_front_end_without_a_case_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.model.building.SubwordsConfig", str)
+    with pytest.raises(ConfigError, match="build_front has no case for 'subwords'"):
+        moe_layer(MoEConfig(num_experts=4))
 
 
 def test_a_buffer_of_a_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
