@@ -130,7 +130,7 @@ def test_data_from_outside_that_is_missing_is_named(visit: Visit) -> None:
         code, wrong = visit("--input", f"shards={path}")
         assert code == EXIT_USER_ERROR
         assert wrong == {"input shards": f"{path} {problem}. Name an existing file or folder."}
-    assert visit("--input", f"shards={visit.folder}") == (0, {})
+    assert visit("--input", f"shards={visit.folder / 'recipe.toml'}") == (0, {})
 
 
 @pytest.mark.parametrize("version", [None, "0.1"])

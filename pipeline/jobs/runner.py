@@ -110,7 +110,7 @@ def run_plan(
 
 
 def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str]) -> None:
-    """Refuse a run, or its forecast, that lacks what it needs."""
+    """Refuse a run, or its forecast, that lacks an input."""
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     for task in resolved.tasks:
