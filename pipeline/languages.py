@@ -155,7 +155,7 @@ def parse_tag(code: str) -> LanguageTag:
     if tag := _tag(code):
         return tag
     if named := code_of_name(code):
-        raise _is_name(code, named)
+        raise _named_instead(code, named)
     near = ", ".join(nearest_codes(code.strip(), [*_FAMILY_OF, *ALIASES]))
     raise ConfigError(
         f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
@@ -164,7 +164,7 @@ def parse_tag(code: str) -> LanguageTag:
     )
 
 
-def _is_name(name: str, code: str) -> ConfigError:
+def _named_instead(name: str, code: str) -> ConfigError:
     return ConfigError(
         f"{name!r} is the name of a language where its code is wanted. Write {code!r}."
     )
@@ -342,7 +342,7 @@ def unknown_language(code: str, codes: Sequence[str], refusal: str) -> ConfigErr
     """
     named = code_of_name(code)
     if named is not None and (meant := find_code(named, codes)):
-        return _is_name(code, meant)
+        return _named_instead(code, meant)
     near = nearest_codes(code, codes)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ConfigError(f"{refusal} Choose from {', '.join(codes)}.{hint}")

@@ -283,7 +283,7 @@ def format_part(part: Part, language: str) -> str:
     try:
         return _format_value(part, locale(language))
     except (KeyError, AttributeError, ValueError) as error:
-        raise _lacks(f"{part.template} {'/'.join(part.names)}", language) from error
+        raise _refusal(f"{part.template} {'/'.join(part.names)}", language) from error
 
 
 @lru_cache(maxsize=512)
@@ -292,10 +292,10 @@ def locale(language: str) -> Locale:
     try:
         return Locale.parse(_CLDR_LOCALES.get(language, language))
     except (UnknownLocaleError, ValueError) as error:
-        raise _lacks("locale", language) from error
+        raise _refusal("locale", language) from error
 
 
-def _lacks(what: str, language: str) -> ConfigError:
+def _refusal(what: str, language: str) -> ConfigError:
     return ConfigError(
         f"Unicode CLDR has no {what} for {language!r}. Take this language out of corpus.cldr."
     )

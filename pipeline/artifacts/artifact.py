@@ -280,7 +280,9 @@ class ArtifactWriter:
 def _refuse_names(names: Iterable[str]) -> None:
     problem = describe_names(names)
     if problem is not None:
-        raise ArtifactError(f"An artifact would hold a file {problem}. Name its inputs otherwise.")
+        raise ArtifactError(
+            f"An artifact would hold a file {problem}. Look at the names of its inputs and in them."
+        )
 
 
 def stage_key(
@@ -352,7 +354,7 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
 
 
 def refuse_changed(directory: Path) -> None:
-    """Refuse a finished artifact that has changed since its stage made it: nothing may be lost."""
+    """Refuse a finished artifact that has changed since its stage made it: a user's edits stay."""
     manifest = read_manifest(directory)
     if manifest is not None:
         Artifact(directory, manifest).check(changed_files(directory, manifest))

@@ -19,7 +19,9 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
     document = artifact.read_json(GROUPS_NAME)
     groups = document.get("groups") if isinstance(document, dict) else None
     if not isinstance(groups, dict) or not groups or not all(map(is_count, groups.values())):
-        raise artifact.refusal(f"{artifact.file(GROUPS_NAME)} does not give languages a group each")
+        raise artifact.refusal(
+            f"{artifact.file(GROUPS_NAME)} does not give each language a group from 0 on"
+        )
     numbers = set(groups.values())
     if numbers != set(range(len(numbers))):
         raise artifact.refusal(

@@ -125,7 +125,10 @@ _FEWER_BYTES = (
 
 
 def refuse_unfit(task: Task, allocation: Allocation) -> None:
-    """Raise ConfigError if a training stage does not fit its number of ranks or their memory."""
+    """Raise ConfigError if a training stage does not fit its number of ranks or their memory.
+
+    It is asked at submission, before a job has waited for days.
+    """
     if not {"model", "batches"} <= set(task.stage.sections):
         return
     recipe = load_recipe(task.recipe, task.overrides)

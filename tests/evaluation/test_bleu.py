@@ -46,6 +46,7 @@ def test_the_score_from_line_statistics_equals_sacrebleus_corpus_score(tokenizer
     found = line_statistics(hypotheses, references, tokenizer=tokenizer)
     expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenizer)
     assert corpus_bleu(found) == expected.score
+    assert f"|tok:{tokenizer}" in found.signature
 
 
 words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)

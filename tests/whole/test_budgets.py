@@ -22,16 +22,16 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 4_930,  # 3,900
+    "pipeline/evaluation": 4_931,  # 3,900
     "data_prep": 6_736,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_812,  # 3,550: 3,900 without settings.py
+    "pipeline/artifacts": 4_816,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_786,  # 3,000
     "pipeline/kernels": 4_999,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
     "pipeline/training": 3_267,  # 2,550: 2,800 without translation.py, now in pipeline/stages
-    "pipeline/checkpoints/foreign": 2_499,  # 2,200
+    "pipeline/checkpoints/foreign": 2_503,  # 2,200
     "pipeline/model": 3_330,  # 2,730: 2,700 and Regularization, which pipeline/training had
-    "pipeline/estimates": 1_665,  # 1,700
+    "pipeline/estimates": 1_668,  # 1,700
     "pipeline/cli": 1_850,  # 1,500
     "pipeline/checkpoints": 1_932,  # 1,700
     "pipeline/checkpoints/assembly": 1_353,  # 1,200
@@ -43,12 +43,12 @@ LINES = {
     "pipeline": 3_878,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
-    "pipeline data_prep": 59_631,  # 46,000: all of the above
-    "tests": 70_812,  # 49,000: with the next three
+    "pipeline data_prep": 59_643,  # 46,000: all of the above
+    "tests": 70_814,  # 49,000: with the next three
     "tests/bench": 3_900,  # 3,600
     "tests/support": 5_203,  # 3,000
-    "tests/whole": 7_286,  # 4,500
-    "pages": 6_410,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
+    "tests/whole": 7_287,  # 4,500
+    "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
@@ -57,7 +57,7 @@ COUNTS = {
     "settings": 189,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 500,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 501,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 97,  # as few as possible
     "class names in more than one module": 10,  # as few as possible
 }
@@ -177,6 +177,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests/whole", 2, "careful users: a sentence instead of silence"),
     ("pages", 1, "careful users: a sentence instead of silence"),
     ("pipeline/jobs", 12, "operator: names, times and lines in the values of a site file"),
+    ("pages", 8, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""

@@ -158,7 +158,11 @@ def refuse_other(origin: Path, **settings: tuple[object, object]) -> None:
 def refuse_unequal(origin: Path, **settings: tuple[object, object]) -> None:
     """Raise CheckpointError if encoder and decoder, in this order, differ in a setting."""
     for name, (encoder, decoder) in settings.items():
-        refuse_other(origin, **{f"decoder_{name}": (decoder, encoder)})
+        if encoder != decoder:
+            raise CheckpointError(
+                f"{origin} has encoder_{name} = {encoder!r} and decoder_{name} = {decoder!r}; only "
+                "equal values are supported. Name another checkpoint."
+            )
 
 
 def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> None:

@@ -252,8 +252,8 @@ def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
         ({"pad_token_id": 0}, "pad_token_id = 0"),
         ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = (1, 5) in its model's"),
         ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
-        ({"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64; only 32"),
-        ({"decoder_attention_heads": 4}, "decoder_attention_heads = 4; only 2"),
+        ({"decoder_ffn_dim": 64}, "encoder_ffn_dim = 32 and decoder_ffn_dim = 64; only equal"),
+        ({"decoder_attention_heads": 4}, "decoder_attention_heads = 4; only equal"),
         (
             {"activation_function": "swish"},
             "activation_function = swish (Input should be 'relu'",

@@ -497,7 +497,7 @@ def test_blank_lines_between_rows_are_no_damage(
     tmp_path: Path, source: str, name: str, rows: list[str]
 ) -> None:
     blank = "\n\n \u2060\r\n\u200b\ufeff\n\u200e\u00ad\n\u3000\n"
-    content = "\n" + blank.join(rows) + "\n" * 30
+    content = blank + blank.join(rows) + "\n" * 30
     raw = write(tmp_path / "raw", {f"de-en/{name}": content})
     corpus = import_columns(tmp_path / "corpus", raw, source=source)
     assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
