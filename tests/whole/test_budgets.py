@@ -177,7 +177,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests/whole", 2, "careful users: a sentence instead of silence"),
     ("pages", 1, "careful users: a sentence instead of silence"),
     ("pipeline/jobs", 12, "operator: names, times and lines in the values of a site file"),
-    ("pages", 8, "someone who asks whether experts pay computes the intervals anew"),
+    ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
