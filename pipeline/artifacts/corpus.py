@@ -41,7 +41,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
-from pipeline.config.documents import RESTORE, read_json_lines
+from pipeline.config.documents import RESTORE, is_count, read_json_lines
 from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted
@@ -186,11 +186,6 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
         if not isinstance(counts, dict) or not all(map(is_count, counts.values())):
             _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
     return dict(sorted(table.items()))
-
-
-def is_count(value: object) -> bool:
-    """Return whether a value of JSON is a whole number from 0 that fits 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:

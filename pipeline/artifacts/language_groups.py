@@ -4,7 +4,7 @@
 """
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import is_count
+from pipeline.config.documents import is_count
 from pipeline.config.settings import shown
 
 GROUPS_NAME = "groups.json"

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,11 +114,13 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
-    for pattern in (*STACK_FILES, *patterns):
-        for path in directory.glob(pattern):
-            path.unlink()
+    for path in chain.from_iterable(map(directory.glob, STACK_FILES)):
+        path.unlink()
     with suppress(OSError):  # there is none, or it is not empty
         stacks_dir(directory).rmdir()
+    # The note, which lets the next start finish this, is in the last pattern.
+    for path in chain.from_iterable(map(directory.glob, patterns)):
+        path.unlink()
     if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
         (directory / MARKER_NAME).unlink(missing_ok=True)
         directory.rmdir()

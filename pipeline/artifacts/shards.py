@@ -26,12 +26,12 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Split,
-    is_count,
     is_synthetic,
     languages,
     line_counts,
 )
 from pipeline.artifacts.manifest import Manifest
+from pipeline.config.documents import is_count
 from pipeline.config.settings import shown
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -17,7 +17,7 @@ from datetime import date, time
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from pipeline.errors import ArtifactError, ConfigError, UserError, hint, unreadable
 
@@ -197,6 +197,11 @@ def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
     return found
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a value of JSON is a whole number from 0 that fits 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def unfinished_path(path: Path) -> Path:

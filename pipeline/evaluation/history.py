@@ -22,7 +22,7 @@ from typing import Any, TypeGuard, get_args
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
 from pipeline.checkpoints.checkpoint import stated_spec
-from pipeline.config.documents import read_json_lines
+from pipeline.config.documents import is_count, read_json_lines
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, line_chart
@@ -88,11 +88,6 @@ def is_number(value: object) -> TypeGuard[float]:
     """Return whether a JSON value is a number that a float can hold; booleans are none."""
     is_plain = isinstance(value, int | float) and not isinstance(value, bool)
     return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a JSON value is a number of things."""
-    return isinstance(value, int) and is_number(value) and value >= 0
 
 
 def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:

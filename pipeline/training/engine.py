@@ -469,7 +469,7 @@ class Engine:
             targets.append(Target("master", entry.name, piece.start, flat.data[piece.flat]))
             for what in ("exp_avg", "exp_avg_sq"):
                 if what not in held:
-                    held[what] = torch.zeros_like(flat.data)
+                    held[what] = _zeros(flat)
                 values = held[what].data[piece.flat]
                 targets.append(Target(what, entry.name, piece.start, values))
         state.fill(targets)
@@ -569,3 +569,7 @@ def _spread_modules(model: Trained) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, StackedModules) and module.is_spread:
             yield module
+
+
+def _zeros(flat: Tensor) -> Tensor:
+    return torch.zeros_like(flat.data)

@@ -156,7 +156,7 @@ class RunDirectory:
         )
 
     def _remove_results(self) -> None:
-        for place in (self.best_dir, self.mean_dir):
+        for place in filter(os.path.lexists, (self.best_dir, self.mean_dir)):
             remove_artifact(place)
         for path in (self.metrics_path, self.quarantine_path):
             path.unlink(missing_ok=True)

@@ -189,7 +189,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
             for name in ("partition", "account", "qos", "interface")
             for value in ('""', '"a\\nb"', '" "', '"\\u001b"')
         ),
-        ('options = ["--a", ""]\n[node]\ncpus = 8', 'options.1 is "". Write a line of text'),
+        ('options = ["--a", ""]\n[node]\ncpus = 8', 'options (item 2) is "". Write a line of text'),
         ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),
         ('[node]\ncpus = 8\n[cpu]\nqos = ""\nnode = { cpus = 8 }', 'cpu.qos is "". Write a line'),
         ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),

@@ -22,13 +22,13 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 4_931,  # 3,900
+    "pipeline/evaluation": 4_926,  # 3,900
     "data_prep": 6_736,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_816,  # 3,550: 3,900 without settings.py
+    "pipeline/artifacts": 4_814,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_786,  # 3,000
     "pipeline/kernels": 4_999,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
-    "pipeline/training": 3_267,  # 2,550: 2,800 without translation.py, now in pipeline/stages
+    "pipeline/training": 3_271,  # 2,550: 2,800 without translation.py, now in pipeline/stages
     "pipeline/checkpoints/foreign": 2_503,  # 2,200
     "pipeline/model": 3_330,  # 2,730: 2,700 and Regularization, which pipeline/training had
     "pipeline/estimates": 1_668,  # 1,700
@@ -40,14 +40,14 @@ LINES = {
     "pipeline/distributed": 1_663,  # 1,200
     "pipeline/extensions/analysis": 1_298,  # 1,000
     "pipeline/stages": 1_209,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
-    "pipeline": 3_878,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_883,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
-    "pipeline data_prep": 59_643,  # 46,000: all of the above
-    "tests": 70_814,  # 49,000: with the next three
+    "pipeline data_prep": 59_646,  # 46,000: all of the above
+    "tests": 70_817,  # 49,000: with the next three
     "tests/bench": 3_900,  # 3,600
     "tests/support": 5_203,  # 3,000
-    "tests/whole": 7_287,  # 4,500
+    "tests/whole": 7_290,  # 4,500
     "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -176,7 +176,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests", 155, "careful users: a sentence instead of silence"),
     ("tests/whole", 2, "careful users: a sentence instead of silence"),
     ("pages", 1, "careful users: a sentence instead of silence"),
-    ("pipeline/jobs", 12, "operator: names, times and lines in the values of a site file"),
+    ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
 )

@@ -7,6 +7,7 @@ small, which runs in one process on a CPU without the launcher that the page nam
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -277,7 +278,9 @@ def test_every_command_of_a_page_succeeds_one_after_the_other(
     monkeypatch.chdir(place)
     tried = 0
     for at, command in commands("demo", "needs-data", "cluster"):
-        if at == page and without_launcher(command):
+        if at == page and " demo.tar.xz" in command:
+            subprocess.run(command, shell=True, cwd=place, check=True)
+        elif at == page and without_launcher(command):
             run_small(command, place)
             told = {"run": "would run", "submit": "$(MMNMT_SETUP="}
             assert told.get(without_launcher(command)[0], "") in capsys.readouterr().out
