@@ -44,10 +44,10 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
     "pipeline data_prep": 59_646,  # 46,000: all of the above
-    "tests": 70_817,  # 49,000: with the next three
+    "tests": 70_821,  # 49,000: with the next three
     "tests/bench": 3_900,  # 3,600
     "tests/support": 5_203,  # 3,000
-    "tests/whole": 7_290,  # 4,500
+    "tests/whole": 7_294,  # 4,500
     "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""

@@ -191,6 +191,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for system, seed in product(("dense", "moe"), (1, 2, 3)):
         shutil.copytree(runs / "demo" / system, runs / f"{system}-{seed}" / "checkpoint")
         shutil.copytree(runs / "demo" / f"translate_{system}", runs / f"{system}-{seed}" / "lines")
+    shutil.copytree(runs / "demo" / "clean", folder / "clean")
+    for system, seed in product(("dense", "moe", "lgr"), (1, 2, 3)):
+        lines = runs / "demo" / f"translate_{system.replace('lgr', 'moe')}"
+        shutil.copytree(lines, folder / f"translate_{system}_{seed}")
     for name in ("mrasp2", "m2m100", "nllb"):
         shutil.copytree(runs / "demo" / "dense", runs / name)
     shutil.copytree(runs / "demo" / "tokenizer", runs / "mrasp2-tokenizer")
