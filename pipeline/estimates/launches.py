@@ -33,7 +33,7 @@ from pipeline.decoding.grid_search import Grid, grid_shape, suits_grids
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import weight_dtype
 from pipeline.kernels.launching import launches_counted_by
-from pipeline.kernels.pointwise import ones_for_sums
+from pipeline.kernels.pointwise import shared_ones
 from pipeline.kernels.slot_products import copied_to
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel, RankExperts, RowCounts
@@ -200,7 +200,7 @@ class LaunchCounter(TorchDispatchMode):
         self._launches.append(Launch(name, "fused kernel", size))
 
     def __enter__(self) -> "LaunchCounter":
-        ones_for_sums.cache_clear()  # counts do not depend on earlier passes
+        shared_ones.cache_clear()  # counts do not depend on earlier passes
         super().__enter__()  # type: ignore[no-untyped-call]
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         self._fused.__enter__()

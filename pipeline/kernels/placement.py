@@ -27,6 +27,9 @@ from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 from pipeline.kernels.routing import MicroBatches, TokenBlocks
 
+MOST_COMPARED = 2**15
+"""Most tokens of a micro-batch that are ordered by comparing each with each."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -310,10 +313,16 @@ def place_by_kernels(
     length = micro_batches * numbers.num_choices * num_blocks
     number = partial(torch.empty, dtype=torch.int32, device=expert_NC.device)
     count_EX, row_NC = number(numbers.num_experts, length + 1), number(expert_NC.shape)
-    token_R, expert_R, bound_E = number(num_routes), number(num_routes), number(len(count_EX) + 1)
+    token_R, is_dropped_NC = number(num_routes), None
     route_R = torch.empty_like(token_R, dtype=torch.int64)
-    order_N = None if claim_N is None else claim_N.sort(stable=True).indices
-    is_dropped_NC = None if limits is None else torch.empty_like(row_NC, dtype=torch.bool)
+    expert_R = bound_E = count_KE = None
+    if limits is not None:
+        is_dropped_NC = torch.empty_like(row_NC, dtype=torch.bool)
+    if limits is None or keeps_dropped:
+        expert_R, bound_E = number(num_routes), number(len(count_EX) + 1)
+    else:
+        count_KE = number(2, len(count_EX))
+    order_N = None if claim_N is None else in_order(claim_N, blocks)
     given = expert_NC, order_N, blocks.rows_M
     launch("count_routes", blocks.grid, *given, count_EX, num_tokens, length, **blocks.constants)
     launch("sum_before", (len(count_EX),), count_EX, length, BLOCK=1024)
@@ -321,19 +330,38 @@ def place_by_kernels(
         "place_routes",
         blocks.grid,
         *(*given, None if limits is None else limits.capacity_M, count_EX),
-        *(route_R, token_R, expert_R, row_NC, is_dropped_NC, bound_E, num_tokens, length),
+        *(route_R, token_R, expert_R, row_NC, is_dropped_NC, bound_E, count_KE),
+        *(num_tokens, length),
         **blocks.constants,
     )
-    placement = Placement(
+    counts = slices = None
+    if expert_R is not None and bound_E is not None:
+        slices = RowSlices(bound_E, expert_R, numbers.number_Q)
+    elif count_KE is not None:
+        kept_E, routed_E = count_KE.unbind()
+        counts = Counts(kept_E, routed_E, kept_E)
+    return Placement(
         route_R=route_R,
         token_R=token_R,
         row_NC=row_NC,
         is_dropped_NC=is_dropped_NC,
-        lacks_rows=False,
-        slices=RowSlices(bound_E, expert_R, numbers.number_Q),
-        numbers=numbers,
+        lacks_rows=counts is not None,
+        counts=counts,
+        slices=slices,
+        numbers=None if slices is None else numbers,
     )
-    return placement if keeps_dropped or limits is None else _dropped_last(placement, numbers)
+
+
+def in_order(claim_N: Tensor, blocks: TokenBlocks) -> Tensor:
+    """Return the tokens by ascending claims, ties by position."""
+    longest = blocks.grid[0] * blocks.constants["TOKENS"]
+    if longest > MOST_COMPARED:
+        return claim_N.sort(stable=True).indices
+    order_N = torch.empty_like(claim_N)
+    options = {"MICRO_BATCHES": blocks.grid[1], "TOKENS": 32, "BLOCK": 128}
+    given = claim_N, blocks.rows_M, order_N, len(claim_N)
+    launch("order_claims", (-(-longest // 32), blocks.grid[1]), *given, **options)
+    return order_N
 
 
 def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
@@ -442,11 +470,12 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weight_NC = ctx.saved_tensors
         placement: Placement = ctx.placement
-        if not _combines_at_once(y_RD, placement):
+        if not is_fused(y_RD):
             return *_combine_backward(gradients[0], y_RD, weight_NC, placement), None
         d_rows_RD, d_weight_NC = torch.empty_like(y_RD), torch.empty_like(weight_NC)
         given = gradients[0].contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
-        _launch_by_token("combine_rows_backward", placement, *given, d_rows_RD, d_weight_NC)
+        written = d_rows_RD, d_weight_NC
+        _launch_by_token("combine_rows_backward", placement, *given, *written, len(y_RD))
         return d_rows_RD, d_weight_NC, None
 
 
@@ -465,10 +494,11 @@ def _combine_backward(
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
     """Return the rows of each token's kept routes, weighted and summed in one pass, (N, D)."""
     row_NC = placement.row_NC
-    if _combines_at_once(y_RD, placement):
+    if is_fused(y_RD):
         sum_ND = y_RD.new_empty(len(row_NC), y_RD.shape[1])
         weight_NC = None if weight_NC is None else weight_NC.contiguous()
-        _launch_by_token("combine_rows", placement, y_RD, weight_NC, row_NC, sum_ND)
+        given = y_RD.contiguous(), weight_NC, row_NC, sum_ND, len(y_RD)
+        _launch_by_token("combine_rows", placement, *given)
         return sum_ND
     if placement.lacks_rows:
         y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
@@ -476,12 +506,7 @@ def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | 
     return F.embedding_bag(row_NC, y_RD, mode="sum", per_sample_weights=weight_NC)
 
 
-def _combines_at_once(y_RD: Tensor, placement: Placement) -> bool:
-    """Return whether fused kernels combine these rows: all routes have one."""
-    return placement.numbers is not None and is_fused(y_RD)
-
-
-def _launch_by_token(name: str, placement: Placement, rows: Tensor, *others: Tensor | None) -> None:
+def _launch_by_token(name: str, placement: Placement, rows: Tensor, *others: object) -> None:
     (num_tokens, num_choices), width = placement.row_NC.shape, rows.shape[1]
     shape = {"CHOICES": num_choices, "WIDTH": width, "BLOCK": power_of_two(width)}
     launch(name, (num_tokens,), rows, *others, **shape)

@@ -33,11 +33,12 @@ VALUES_PER_WARP = 256
 """Values of a row per warp: every thread reads 16 bytes of bfloat16."""
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of a block when the sums of programs are added up."""
-SUMMING_ROWS = 8
-"""Rows of ones that sum the columns of a matrix by a product; the fewest with aligned memory.
+SUMMING_COLUMNS = 8
+"""Columns of ones that sum the rows of a matrix by a product; the fewest with aligned memory.
 
-If the matrix has no multiple of 8 rows, cuBLAS takes a kernel for unaligned memory, which is slower
-than a kernel that only sums."""
+They lie as the inputs of a layer do, of which a product makes the gradient of the weight: neither
+factor is read along the rows, of which there are any number. Ones that lay along the rows would be
+aligned for a multiple of 8 rows only."""
 MAX_BLOCK = 1024
 """Most columns of a block: 4 warps of which every thread reads 16 bytes of bfloat16."""
 
@@ -334,10 +335,10 @@ class _ActivatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI, value_NO = ctx.saved_tensors
-        if ctx.activation is None and len(x_NI) % SUMMING_ROWS == 0:
+        if ctx.activation is None:
             dy_NO = gradients[0].contiguous()
-            # One product for all sums: rows of ones, as many as the kernels of GPUs compute anyway.
-            d_bias_O = (ones_for_sums(len(dy_NO), dy_NO.dtype, dy_NO.device) @ dy_NO)[0]
+            # One product for all sums, with as many columns as the kernels of GPUs compute anyway.
+            d_bias_O = (ones_for_sums(dy_NO).t() @ dy_NO)[0]
         else:
             dy_NO, d_bias_O = activation_gradients(gradients[0], value_NO, ctx.activation)
         wants_dx, wants_d_weight = ctx.needs_input_grad[:2]
@@ -346,14 +347,19 @@ class _ActivatedLinear(torch.autograd.Function):
         return dx_NI, d_weight_OI, d_bias_O, None
 
 
+def ones_for_sums(x_NI: Tensor) -> Tensor:
+    """Return ones (N, 8) for the sums over the rows of a matrix."""
+    return shared_ones(power_of_two(len(x_NI)), x_NI.dtype, x_NI.device)[: len(x_NI)]
+
+
 @lru_cache(maxsize=4)
-def ones_for_sums(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones for the sums of so many rows; cached, as both sides of a pass have few sizes."""
-    return torch.ones(SUMMING_ROWS, rows, dtype=dtype, device=device)
+def shared_ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones that matrices of up to so many rows share, as nearly every pass has another N."""
+    return torch.ones(rows, SUMMING_COLUMNS, dtype=dtype, device=device)
 
 
 def activation_gradients(
-    dy_NO: Tensor, value_NO: Tensor | None, activation: Activation | None
+    dy_NO: Tensor, value_NO: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of an activation's input, and its sums over rows, by one kernel.
 
@@ -363,11 +369,11 @@ def activation_gradients(
     Args:
         dy_NO: gradient of the activation's output.
         value_NO: output of a ReLU, or input of a GELU.
-        activation: None: the gradient is ``dy_NO``.
+        activation: which of them.
     """
     dy_NO = dy_NO.contiguous()
     rows, width = dy_NO.shape
-    dx_NO = dy_NO if activation is None else torch.empty_like(dy_NO)
+    dx_NO = torch.empty_like(dy_NO)
     block = min(power_of_two(width), MAX_BLOCK)
     programs, blocks = min(rows, PROGRAMS), -(-width // block)
     sums_PO = dy_NO.new_empty(programs, width, dtype=torch.float32)

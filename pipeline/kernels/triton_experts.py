@@ -164,6 +164,30 @@ def kept_softmax(
     tl.store(weight_NC + place, weight, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def order_claims(
+    claim_N, rows_M, order_N, num_tokens,
+    MICRO_BATCHES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write tokens by ascending claims, equal ones by position, micro-batch after micro-batch.
+
+    Each token counts the tokens of its micro-batch that come before it. For a few thousand tokens,
+    this takes less time than the many short kernels of a sort.
+    """
+    first, rows = micro_batch(rows_M, num_tokens, tl.program_id(1), MICRO_BATCHES)
+    i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    # The upper half is the micro-batch, which all of these tokens share.
+    claim = tl.load(claim_N + first + i, mask=i < rows, other=0).to(tl.int32)
+    place = tl.zeros([TOKENS], tl.int32)
+    for start in range(0, rows, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        other = tl.load(claim_N + first + j, mask=j < rows, other=0).to(tl.int32)
+        is_before = other[None, :] < claim[:, None]
+        is_before |= (other[None, :] == claim[:, None]) & (j[None, :] < i[:, None])
+        place += tl.sum((is_before & (j < rows)[None, :]).to(tl.int32), 1)
+    tl.store(order_N + first + place, first + i, mask=i < rows)
+
+
 @triton.jit
 def tokens_in_order(order_N, n, exists):
     """Return the tokens at places n of the order in which they claim rows."""
@@ -203,38 +227,66 @@ def sum_before(count_EX, length, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens", "length"])
 def place_routes(
     expert_NC, order_N, rows_M, capacity_M, count_EX, route_R, token_R, expert_R, row_NC,
-    is_dropped_NC, bound_E, num_tokens, length,
+    is_dropped_NC, bound_E, count_KE, num_tokens, length,
     MICRO_BATCHES: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of each route, from the numbers of routes in blocks before its own."""
+    """Write the row of each route, from the numbers of routes in blocks before its own.
+
+    With ``count_KE``, which gets kept and routed routes per expert, dropped routes come after all
+    kept ones, in the same order, and have no row: theirs is the number of kept routes.
+    """
     n, exists = block_of_tokens(rows_M, num_tokens, MICRO_BATCHES, TOKENS)
     token = tokens_in_order(order_N, n, exists)
     e = tl.arange(0, BLOCK)
-    total = tl.load(count_EX + e * (length + 1) + length, mask=e < EXPERTS, other=0)
+    of_expert = count_EX + e * (length + 1)
+    of_micro_batch = CHOICES * tl.num_programs(0)
+    total = tl.load(of_expert + length, mask=e < EXPERTS, other=0)
     stop = tl.cumsum(total, 0)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    kept = tl.zeros([BLOCK], tl.int32)
+    kept_ahead = tl.zeros([BLOCK], tl.int32)  # in micro-batches before this one
+    if count_KE is not None:
+        for m in range(MICRO_BATCHES):
+            part = of_expert + m * of_micro_batch
+            begin = tl.load(part, mask=e < EXPERTS, other=0)
+            end = tl.load(part + of_micro_batch, mask=e < EXPERTS, other=0)
+            served = tl.minimum(end - begin, tl.load(capacity_M + m).to(tl.int32))
+            kept += served
+            kept_ahead += tl.where(m < tl.program_id(1), served, 0)
+        kept_ahead += tl.cumsum(kept, 0) - kept
+        if is_first:
+            tl.store(count_KE + e, kept, mask=e < EXPERTS)
+            tl.store(count_KE + EXPERTS + e, total, mask=e < EXPERTS)
+    elif is_first:
         tl.store(bound_E + e, stop - total, mask=e < EXPERTS)
         tl.store(bound_E + e + 1, stop, mask=e == EXPERTS - 1)
+    num_kept = tl.sum(kept, 0)
     for c in tl.static_range(CHOICES):
         route = token * CHOICES + c
         expert = tl.load(expert_NC + route, mask=exists, other=EXPERTS)
         is_of = (expert[:, None] == e[None, :]).to(tl.int32)
         # In the expert's rows: the place of the block's first route, then of each.
         x = (tl.program_id(1) * CHOICES + c) * tl.num_programs(0) + tl.program_id(0)
-        first = tl.load(count_EX + e * (length + 1) + x, mask=e < EXPERTS, other=0)
+        first = tl.load(of_expert + x, mask=e < EXPERTS, other=0)
         place = first[None, :] + tl.cumsum(is_of, 0) - 1
         row = tl.sum(is_of * ((stop - total)[None, :] + place), 1)
-        tl.store(row_NC + route, row, mask=exists)
+        if capacity_M is not None:
+            capacity = tl.load(capacity_M + tl.program_id(1)).to(tl.int32)
+            x = tl.program_id(1) * of_micro_batch
+            start = tl.load(of_expert + x, mask=e < EXPERTS, other=0)
+            ahead = tl.sum(is_of * (place - start[None, :]), 1)
+            tl.store(is_dropped_NC + route, ahead >= capacity, mask=exists)
+            if count_KE is not None:
+                before = tl.sum(is_of * kept_ahead[None, :], 1) + tl.minimum(ahead, capacity)
+                row = tl.where(ahead >= capacity, num_kept + row - before, before)
+        if count_KE is not None:
+            tl.store(row_NC + route, tl.minimum(row, num_kept), mask=exists)
+        else:
+            tl.store(row_NC + route, row, mask=exists)
+            tl.store(expert_R + row, expert, mask=exists)
         tl.store(route_R + row, route, mask=exists)
         tl.store(token_R + row, token, mask=exists)
-        tl.store(expert_R + row, expert, mask=exists)
-        if capacity_M is not None:
-            x = tl.program_id(1) * CHOICES * tl.num_programs(0)
-            start = tl.load(count_EX + e * (length + 1) + x, mask=e < EXPERTS, other=0)
-            ahead = tl.sum(is_of * (place - start[None, :]), 1)
-            is_dropped = ahead >= tl.load(capacity_M + tl.program_id(1))
-            tl.store(is_dropped_NC + route, is_dropped, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -283,39 +335,45 @@ def expert_bias_gradients(
     tl.store(at, total.to(sum_EW.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def combine_rows(
-    y_RW, weight_NC, row_NC, sum_NW,
+    y_RW, weight_NC, row_NC, sum_NW, num_rows,
     CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of a token, weighted if there are weights; a token per program."""
+    """Sum the rows of a token, weighted if there are weights; a token per program.
+
+    Routes without a row have the number of rows, and add nothing.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         route = token * CHOICES + choice
         row = tl.load(row_NC + route).to(tl.int64)
+        mask = column < tl.where(row < num_rows, WIDTH, 0)
         value = tl.load(y_RW + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         if weight_NC is not None:
             value *= tl.load(weight_NC + route).to(tl.float32)
         total += value
-    tl.store(sum_NW + token * WIDTH + column, total.to(sum_NW.dtype.element_ty), mask=mask)
+    place = sum_NW + token * WIDTH + column
+    tl.store(place, total.to(sum_NW.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def combine_rows_backward(
-    d_sum_NW, y_RW, weight_NC, row_NC, d_y_RW, d_weight_NC,
+    d_sum_NW, y_RW, weight_NC, row_NC, d_y_RW, d_weight_NC, num_rows,
     CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a token's rows and weights; a token per program."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    d_sum = tl.load(d_sum_NW + token * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    given = d_sum_NW + token * WIDTH + column
+    d_sum = tl.load(given, mask=column < WIDTH, other=0.0).to(tl.float32)
     for choice in tl.static_range(CHOICES):
         route = token * CHOICES + choice
-        place = tl.load(row_NC + route).to(tl.int64) * WIDTH + column
+        row = tl.load(row_NC + route).to(tl.int64)
+        place = row * WIDTH + column
+        mask = column < tl.where(row < num_rows, WIDTH, 0)
         value = tl.load(y_RW + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_weight_NC + route, tl.sum(d_sum * value, 0))
         d_y = d_sum * tl.load(weight_NC + route).to(tl.float32)

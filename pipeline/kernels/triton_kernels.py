@@ -160,8 +160,7 @@ def activation_backward(
 ):
     """Write the gradient of an activation's input, and its sums over the rows of a program.
 
-    ``value`` is the output of a ReLU or the input of a GELU. Without an activation, there are only
-    the sums, (P, WIDTH). ``dx`` may be ``dy``.
+    ``value`` is the output of a ReLU or the input of a GELU; the sums are (P, WIDTH).
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -170,15 +169,14 @@ def activation_backward(
     for n in range(program, rows, tl.num_programs(0)):
         offset = n * WIDTH + column
         gradient = tl.load(dy + offset, mask=is_inside, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
-            x = tl.load(value + offset, mask=is_inside, other=0.0).to(tl.float32)
-            if ACTIVATION == "relu":
-                gradient = tl.where(x > 0, gradient, 0.0)
-            else:
-                share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-                density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-                gradient *= share + x * density
-            tl.store(dx + offset, gradient.to(dx.dtype.element_ty), mask=is_inside)
+        x = tl.load(value + offset, mask=is_inside, other=0.0).to(tl.float32)
+        if ACTIVATION == "relu":
+            gradient = tl.where(x > 0, gradient, 0.0)
+        else:
+            share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+            density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+            gradient *= share + x * density
+        tl.store(dx + offset, gradient.to(dx.dtype.element_ty), mask=is_inside)
         total += gradient
     tl.store(sums + program * WIDTH + column, total, mask=is_inside)
 

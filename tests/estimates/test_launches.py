@@ -148,8 +148,8 @@ def test_a_rank_reads_its_share_of_the_experts_and_computes_as_many_rows(
         assert [launch.bytes for launch in products] == [2 * values + bounds] * 12
 
 
-MORE_THAN_ON_ONE_RANK = 30
-"""Launches of a layer that sort, split and join the rows that ranks exchange, both ways."""
+MORE_THAN_ON_ONE_RANK = 10
+"""Launches of a layer that count, split and join the rows that ranks exchange, both ways."""
 
 
 def test_an_exchange_adds_a_bounded_number_of_launches_to_a_layer() -> None:
@@ -174,6 +174,7 @@ def test_the_papers_experts_on_eight_ranks_wait_once_per_layer_and_pass(per_pass
     found = count_training(recipe, vocabulary_size=64000, num_groups=0, per_pass=per_pass)
     assert len(found.host_waits) == 12
     assert len(found.exchanged) == 4 * 12
+    assert len(found.launches) <= 1_160
 
 
 FRONTS: dict[str, dict[str, Any]] = {

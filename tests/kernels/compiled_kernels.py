@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,9 @@ def run_experts(shares: Shares | None) -> None:
         choice = choose_by_kernels(
             logits_NE, top_k=2, is_renormalized=is_renormalized, shares=shares
         )
-        for claim_N in (choice.claim_N, None):
+        for claim_N, keeps in product((choice.claim_N, None), (False, True)):
             placement = place_by_kernels(
-                choice.expert_NC, numbers, claim_N=claim_N, keeps_dropped=True
+                choice.expert_NC, numbers, claim_N=claim_N, keeps_dropped=keeps
             )
         assert placement.slices is not None
         assert placement.is_dropped_NC is not None

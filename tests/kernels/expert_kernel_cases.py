@@ -16,6 +16,7 @@ from support.tiny_models import tiny_model, tiny_spec, tokens_in_groups
 from torch import Tensor
 
 from pipeline.batching.batch import Shares
+from pipeline.kernels import placement
 from pipeline.kernels import triton_experts as kernels
 from pipeline.kernels.expert_products import ExpertWeights, grouped_products
 from pipeline.kernels.launching import fused_on_cpu, is_fused
@@ -28,7 +29,13 @@ from pipeline.kernels.placement import (
     place_by_sorting,
 )
 from pipeline.kernels.products import Activation
-from pipeline.kernels.routing import choose_by_kernels, choose_by_operators, kept_softmax
+from pipeline.kernels.routing import (
+    TokenBlocks,
+    choose_by_kernels,
+    choose_by_operators,
+    kept_softmax,
+)
+from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
 
@@ -85,26 +92,31 @@ def test_gradients_of_biases_are_sums_over_each_experts_rows(
 
 @DTYPES
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("num_rows", [18, 13, 0])
 def test_rows_are_combined_and_have_the_gradients_of_a_weighted_sum(
-    dtype: torch.dtype, weighted: bool
+    dtype: torch.dtype, num_rows: int, weighted: bool
 ) -> None:
+    """Routes without a row, which are dropped, add nothing."""
     row_NC = torch.randperm(18, generator=torch.Generator().manual_seed(1)).view(9, 2)
-    y_RW = random(18, WIDTH, seed=2, dtype=dtype)
+    row_NC = row_NC.clamp_max(num_rows)
+    y_RW = random(num_rows, WIDTH, seed=2, dtype=dtype)
     weight_NC = random(9, 2, seed=3, dtype=torch.float32)
     d_sum_NW = random(9, WIDTH, seed=4, dtype=dtype)
     leaves = [y_RW.float().requires_grad_(), weight_NC.clone().requires_grad_()]
     factor_NC = leaves[1] if weighted else torch.ones_like(weight_NC)
-    expected_NW = (leaves[0][row_NC] * factor_NC[..., None]).sum(1)
+    with_none = torch.cat([leaves[0], torch.zeros(1, WIDTH)])
+    expected_NW = (with_none[row_NC] * factor_NC[..., None]).sum(1)
     options = {"CHOICES": 2, "WIDTH": WIDTH, "BLOCK": 64}
     sum_NW = torch.empty(9, WIDTH, dtype=dtype)
     row_NC = row_NC.to(torch.int32)
-    kernels.combine_rows[(9,)](y_RW, weight_NC if weighted else None, row_NC, sum_NW, **options)
+    given = y_RW, weight_NC if weighted else None, row_NC, sum_NW, num_rows
+    kernels.combine_rows[(9,)](*given, **options)
     close(sum_NW, expected_NW.detach())
     if weighted:
         expected_NW.backward(d_sum_NW.float())
         d_y_RW, d_weight_NC = torch.empty_like(y_RW), torch.empty_like(weight_NC)
         kernels.combine_rows_backward[(9,)](
-            d_sum_NW, y_RW, weight_NC, row_NC, d_y_RW, d_weight_NC, **options
+            d_sum_NW, y_RW, weight_NC, row_NC, d_y_RW, d_weight_NC, num_rows, **options
         )
         for found, leaf in zip((d_y_RW, d_weight_NC), leaves, strict=True):
             assert leaf.grad is not None
@@ -238,6 +250,26 @@ def test_kernels_place_routes_within_limits_as_a_sort_does(
             assert torch.equal(getattr(found.slices, name), getattr(expected.slices, name)), name
 
 
+@pytest.mark.parametrize("rows_M", [[300], [0, 129, 1, 32], [64, 64]])
+def test_comparing_tokens_orders_them_as_a_stable_sort_does(
+    rows_M: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the largest probability of each, in steps of a quarter: many are equal."""
+    probability_NE = random(sum(rows_M), 3, seed=1, dtype=torch.float32).mul(2).round().div(4)
+    choice = choose_by_kernels(
+        probability_NE, top_k=1, is_renormalized=True, shares=shares_of(rows_M)
+    )
+    assert choice.claim_N is not None
+    blocks = TokenBlocks.of(choice.expert_NC, num_experts=3, shares=shares_of(rows_M))
+    order_N = placement.in_order(choice.claim_N, blocks)
+    top = choice.probability_NE.amax(-1).tolist()
+    places = iter(range(sum(rows_M)))
+    parts = [[next(places) for _ in range(rows)] for rows in rows_M]
+    assert order_N.tolist() == [n for part in parts for n in sorted(part, key=lambda n: -top[n])]
+    monkeypatch.setattr(placement, "MOST_COMPARED", 0)
+    assert torch.equal(placement.in_order(choice.claim_N, blocks), order_N)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 300])
 def test_without_limits_an_experts_first_choices_come_before_its_second_ones(
     num_tokens: int,
@@ -289,14 +321,23 @@ def test_the_kernel_renormalizes_weights_over_what_is_kept() -> None:
     torch.testing.assert_close(found_NC, kept_softmax(logits_NC, is_dropped_NC))
 
 
+class Alone(ExpertParallel):
+    """Expert parallelism of one rank, which sends rows to itself."""
+
+    def all_to_all(self, out: Tensor, given: Tensor, /, *_splits: list[int] | None) -> None:
+        out.copy_(given)
+
+
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("is_parallel", [False, True])
 @DTYPES
 def test_a_layer_routed_by_kernels_is_one_routed_by_operators(
-    dtype: torch.dtype, dispatch: Literal["dropless", "capacity"]
+    dtype: torch.dtype, is_parallel: bool, dispatch: Literal["dropless", "capacity"]
 ) -> None:
     moe = MoEConfig(num_experts=4, every=1, dispatch=dispatch, capacity_factor=0.8)
     model = tiny_model(tiny_spec(moe=moe)).to(dtype)
     layer = cast(MixtureOfExperts, model.encoder.layers[0].feed_forward)
+    layer.expert_parallel = Alone(cast(Any, None), rank=0, size=1) if is_parallel else None
     tokens = replace(
         tokens_in_groups(torch.zeros(40, dtype=torch.int64)), shares=shares_of([23, 17])
     )

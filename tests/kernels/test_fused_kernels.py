@@ -26,7 +26,9 @@ SHARED_MEMORY = 227 * 1024
 STACK = 16
 """Bytes of registers per thread that a kernel may spill: four, outside of its loops."""
 
-OF_NARROW_ROWS = {"count_routes", "sum_before", "place_routes", "kept_softmax", "best_of_rows"}
+OF_NARROW_ROWS = {
+    *("order_claims", "count_routes", "sum_before", "place_routes", "kept_softmax", "best_of_rows")
+}
 """Kernels that read and write few numbers per token."""
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
-from pipeline.kernels import pointwise
 from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
@@ -198,12 +197,8 @@ class CountingOperators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("prioritized", [True, False])
-def test_experts_launch_as_much_for_many_micro_batches_as_for_two(
-    prioritized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: bool) -> None:
     """Off the CPU, where every operator is a launch."""
-    # Sums of columns are a product or a kernel, depending on the number of rows only.
-    monkeypatch.setattr(pointwise, "SUMMING_ROWS", 1)
     spec = tiny_spec(moe=TIGHT.model_copy(update={"batch_prioritized": prioritized}))
     model = tiny_model(spec).to(torch.bfloat16).to("meta").train()
     counts = []
