@@ -39,6 +39,8 @@ SUMMING_COLUMNS = 8
 They lie as the inputs of a layer do, of which a product makes the gradient of the weight: neither
 factor is read along the rows, of which there are any number. Ones that lay along the rows would be
 aligned for a multiple of 8 rows only."""
+LEAST_ONES = 4096
+"""Least rows of such ones, which the passes of a model share: 64 KiB."""
 MAX_BLOCK = 1024
 """Most columns of a block: 4 warps of which every thread reads 16 bytes of bfloat16."""
 
@@ -349,7 +351,8 @@ class _ActivatedLinear(torch.autograd.Function):
 
 def ones_for_sums(x_NI: Tensor) -> Tensor:
     """Return ones (N, 8) for the sums over the rows of a matrix."""
-    return shared_ones(power_of_two(len(x_NI)), x_NI.dtype, x_NI.device)[: len(x_NI)]
+    rows = max(power_of_two(len(x_NI)), LEAST_ONES)
+    return shared_ones(rows, x_NI.dtype, x_NI.device)[: len(x_NI)]
 
 
 @lru_cache(maxsize=4)

@@ -148,7 +148,7 @@ def test_a_rank_reads_its_share_of_the_experts_and_computes_as_many_rows(
         assert [launch.bytes for launch in products] == [2 * values + bounds] * 12
 
 
-MORE_THAN_ON_ONE_RANK = 10
+MORE_THAN_ON_ONE_RANK = 11
 """Launches of a layer that count, split and join the rows that ranks exchange, both ways."""
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
+from pipeline.kernels import pointwise
 from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
@@ -205,6 +206,7 @@ def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: b
     for number in (2, 9):
         batches = [random_batch(spec, sentences=2, seed=seed) for seed in range(number)]
         joined = join([batch.keyed(1) for batch in batches]).to(torch.device("meta"))
+        pointwise.shared_ones.cache_clear()
         with CountingOperators() as counter:  # type: ignore[no-untyped-call]
             training_loss(model, joined, LossConfig.model_validate(LOSS)).objective.backward()
         counts.append(counter.count)
