@@ -18,7 +18,7 @@ from support.fronted_models import FRONTS, fronted_spec
 from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
-from support.tiny_training import make_inputs
+from support.tiny_training import Inputs, make_inputs
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -134,8 +134,11 @@ def assert_is_kept(
     return shape
 
 
-@DTYPES
-@pytest.mark.parametrize("rates", [DROPOUT, NO_DROPOUT], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize(
+    ("dtype", "rates"),
+    [(torch.float32, DROPOUT), (torch.bfloat16, DROPOUT), (torch.bfloat16, NO_DROPOUT)],
+    ids=["fp32", "bf16", "bf16, no dropout"],
+)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -481,7 +484,7 @@ micro_batches = 1
 [shards]
 max_tokens = 60
 [training]
-updates = 2000
+updates = 1000
 attention_dropout = 0.1
 [optimizer]
 warmup_updates = 1
@@ -492,8 +495,13 @@ WIDER = [
     *("model.encoder_layers=3", "model.decoder_layers=3", "model.width=128", "model.num_heads=4"),
     *("model.feed_forward_width=512", "batches.tokens=1500", "training.updates=20"),
 ]
-WARM = 300
+WARM = 200
 """Updates after which memory is flat."""
+
+
+@pytest.fixture(scope="module")
+def many_lines(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), lengths=(1, 60), times=100)
 
 
 @pytest.mark.slow
@@ -506,16 +514,15 @@ WARM = 300
         ("cpu_fp32", WIDER),
         ("cpu_fp32", ["batches.tokens=64000", "training.updates=4"]),
     ],
-    ids=["2000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
+    ids=["1000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
 )
 def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
-    ds_config: str, changes: list[str], tmp_path: Path
+    many_lines: Inputs, ds_config: str, changes: list[str], tmp_path: Path
 ) -> None:
     """Batches of nearly as many shapes as updates, in a process of their own."""
-    inputs = make_inputs(tmp_path, lengths=(1, 60), times=100)
     (tmp_path / "tiny.toml").write_text(TINY)
     command = f"{sys.executable} -m pipeline pretrain --recipe tiny.toml --out model".split()
-    command += [f"--{name}={getattr(inputs, name).directory}" for name in ("shards", "mixture")]
+    command += [f"--{name}={getattr(many_lines, name).directory}" for name in ("shards", "mixture")]
     command += [f"--ds-config={ds_config}", *(f"--set={change}" for change in changes)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -525,4 +532,4 @@ def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     found = estimated(recipe, ds_config=load_ds_config(ds_config), vocabulary_size=264)
     assert found.device_bytes / 2**30 == pytest.approx(max(peaks.values()), rel=0.15)
     if WARM in peaks:
-        assert max(peaks.values()) - peaks[WARM] < 0.02
+        assert max(peaks.values()) - peaks[WARM] < 0.009

@@ -12,7 +12,7 @@ from support.tiny_models import tiny_model, tiny_spec
 from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
-from pipeline.artifacts.run_folders import LossScale, Position
+from pipeline.artifacts.run_folders import Position
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.parameters import PerToken
 from pipeline.model.spec import ModelSpec
@@ -101,14 +101,6 @@ def test_a_line_holds_means_over_the_labels_of_its_interval(tmp_path: Path) -> N
         "learning_rate": learning_rate(EVERY_SECOND.optimizer, 2, total_updates=5),
     }
     assert log.note == "loss 5.000, 20 tokens/s"
-
-
-def test_the_loss_scale_of_fp16_is_part_of_a_line(tmp_path: Path) -> None:
-    scale = LossScale(scale=1024.0, steps=3, last_overflow=1, hysteresis=1)
-    log = metrics(tmp_path / "metrics.jsonl")
-    make_updates(log, 1, 2, position=Position(loss_scale=scale, overflows=2))
-    [line] = lines_of(tmp_path / "metrics.jsonl")
-    assert (line["loss_scale"], line["overflows"]) == (1024.0, 2)
 
 
 def test_monitors_get_the_numbers_of_a_line_that_are_no_counts(tmp_path: Path) -> None:

@@ -28,7 +28,17 @@ from pipeline.training.metrics import MetricsLog
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
-CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
+CONFIG: dict[str, dict[str, object]] = {
+    "training": {"updates": 10, "seed": 1},
+    "model": {"width": 16},
+}
+
+
+def trained(**settings: object) -> dict[str, object]:
+    """Return the configuration with changed settings of training."""
+    return {**CONFIG, "training": {**CONFIG["training"], **settings}}
+
+
 FULL_DISK = OSError(errno.ENOSPC, "full")
 SHARDS = InputRecord(kind="shards", path="/shards", digest="a" * 64)
 
@@ -78,19 +88,8 @@ def test_a_run_goes_on_from_its_highest_complete_state(tmp_path: Path) -> None:
         save(directory, update)
     assert directory.state_names() == ["update-0000020", "update-0000900", "update-0001000"]
     assert resumed_update(directory) == 1000
-
-
-def test_the_folder_is_a_sibling_of_the_result(tmp_path: Path) -> None:
-    save(run_directory(tmp_path), 1)
-    assert names_in(tmp_path) == ["model.run"]
-
-
-def test_states_without_manifest_do_not_count(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    save(directory, 10)
-    save(directory, 20)
-    (directory.states_dir / "update-0000020" / "manifest.json").unlink()
-    assert resumed_update(directory) == 10
+    (directory.states_dir / "update-0001000" / "manifest.json").unlink()
+    assert resumed_update(directory) == 900
 
 
 def test_leftovers_of_a_killed_write_are_removed_and_said(
@@ -111,37 +110,26 @@ def test_leftovers_of_a_killed_write_are_removed_and_said(
     assert all(f"{leftover}: unfinished, removed" in error for leftover in leftovers)
 
 
-def test_best_weights_and_curves_of_a_run_without_a_state_are_begun_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_state", [False, True])
+def test_best_weights_and_curves_of_a_run_are_kept_if_it_has_a_state(
+    tmp_path: Path, has_state: bool
+) -> None:
     directory = run_directory(tmp_path)
+    if has_state:
+        save(directory, 10)
     leave_best_and_metrics(directory)
-    assert resumed_update(directory) is None
-    assert not directory.best_dir.exists()
-    assert not directory.metrics_path.exists()
-
-
-def test_best_weights_and_curves_of_a_run_with_a_state_are_kept(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    save(directory, 10)
-    leave_best_and_metrics(directory)
-    assert resumed_update(directory) == 10
-    assert directory.best_dir.exists()
-    assert directory.metrics_path.exists()
+    assert resumed_update(directory) == (10 if has_state else None)
+    assert directory.best_dir.exists() == directory.metrics_path.exists() == has_state
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another setting": (
-        {"config": {**CONFIG, "training": {"updates": 10, "seed": 2}}},
-        r"training\.seed: 1 → 2",
-    ),
+    "another setting": ({"seed": 2}, r"training\.seed: 1 → 2"),
     "fewer updates than are done": (
-        {"config": {**CONFIG, "training": {"updates": 9, "seed": 1}}},
+        {"updates": 9},
         r"training\.updates: 10 → 9, where 10 are done",
     ),
-    "a setting more": (
-        {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "dropout": 0.25}}},
-        r"training\.dropout: 0\.3 → 0\.25",
-    ),
-    "another input": ({"digest": "b" * 64}, "shards: a{64} → b{64}"),
+    "a setting more": ({"dropout": 0.25}, r"training\.dropout: 0\.3 → 0\.25"),
+    "another input": ({}, "shards: a{64} → b{64}"),
 }
 
 
@@ -153,7 +141,8 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     directory = run_directory(tmp_path)
     save(directory, 10)
     leave_best_and_metrics(directory)
-    changed = run_directory(tmp_path, **change)
+    digest = SHARDS.digest if change else "b" * 64
+    changed = run_directory(tmp_path, config=trained(**change), digest=digest)
     with pytest.raises(CheckpointError, match=rf"\({words}\)\. .* or pass --overwrite"):
         changed.resume_from()
     assert resumed_update(directory) == 10
@@ -165,9 +154,9 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     "config",
     [
         {**CONFIG, "ds_config": {"zero_optimization": {"stage": 2}}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "expert_parallel_size": 4}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "checkpoint_every": 4, "keep_last": 9}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "validate_every": 4}},
+        trained(expert_parallel_size=4),
+        trained(checkpoint_every=4, keep_last=9),
+        trained(validate_every=4),
     ],
     ids=["ds_config", "expert_parallel_size", "states", "validation"],
 )
@@ -192,15 +181,12 @@ def test_a_run_goes_on_where_only_its_machine_or_intervals_changed(
 def test_more_updates_go_on_and_what_becomes_of_the_learning_rate_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, said: str
 ) -> None:
-    optimizer = {
-        "schedule": schedule,
-        "learning_rate": 0.02,
-        "final_learning_rate": 0.005,
-        "warmup_updates": 4,
-    }
-    config = {**CONFIG, "optimizer": optimizer, "training": {"updates": 8, "seed": 1}}
-    save(run_directory(tmp_path, config={**config, "training": {"updates": 10}}), 6)
-    longer = {**config, "training": {"updates": 14, "seed": 1}}
+    rates = {"learning_rate": 0.02, "final_learning_rate": 0.005, "warmup_updates": 4}
+    shorter, longer = (
+        {**trained(updates=updates), "optimizer": {"schedule": schedule, **rates}}
+        for updates in (10, 14)
+    )
+    save(run_directory(tmp_path, config=shorter), 6)
     assert resumed_update(run_directory(tmp_path, config=longer)) == 6
     (line,) = capsys.readouterr().err.splitlines()
     assert "goes on after update 6 to 14 updates instead of 10; " in line
@@ -217,14 +203,6 @@ def test_the_kept_weights_may_be_of_a_later_update_than_the_last_state(tmp_path:
     directory.write(directory.best_dir, kind="checkpoint", write=write)
     assert directory.best_after(8) == {}
     assert directory.best_after(7) == {"best_update": 8, "best_perplexity": 3.5}
-
-
-def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    for update in (10, 20, 30):
-        save(directory, update)
-        directory.prune(keep_last=2)
-    assert directory.state_names() == ["update-0000020", "update-0000030"]
 
 
 # ---------------------------------------------------------------- one writer at a time
@@ -290,11 +268,6 @@ def write_with_others(
     assert state is not None
     state.check()
     return state.names()
-
-
-def test_all_ranks_add_their_files_to_one_state(pool2: ProcessPool, tmp_path: Path) -> None:
-    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_with_others, tmp_path, None) == [names, names]
 
 
 def failure_of(

@@ -108,8 +108,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rates", [Regularization(), NOISY], ids=["plain", "noisy"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        *[(name, NOISY) for name in SPECS],
+        *[(name, Regularization()) for name in ("moe", "capacity", "distilled")],
+    ],
+)
 def test_a_shared_pass_is_the_sum_of_its_micro_batches(name: str, rates: Regularization) -> None:
     spec, more = SPECS[name]
     loss = LossConfig.model_validate({**LOSS, **more})
