@@ -117,6 +117,14 @@ def test_every_line_comes_once_per_epoch() -> None:
     assert seen[planner.names.index("el-en")].total() > 5 * SIZES["el-en"]
 
 
+def test_a_window_does_not_depend_on_those_before_it() -> None:
+    planner = make_planner()
+    in_order = [sentences(planner.window(window)) for window in range(6)]
+    for window in (5, 0, 3):
+        assert sentences(make_planner().window(window)) == in_order[window]
+    assert len({tuple(window) for window in in_order}) == 6
+
+
 def test_a_line_alternates_its_direction_from_epoch_to_epoch() -> None:
     planner = make_planner()
     balance: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -202,16 +202,14 @@ def test_a_front_adds_as_few_launches_to_a_deep_encoder_as_to_a_shallow_one_and_
     front: str,
 ) -> None:
     more = {}
-    for layers, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)):
+    for depth, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)):
+        recipes = (small_recipe(front=one, layers=(depth, depth)) for one in (None, FRONTS[front]))
         plain, fronted = (
-            count_training(
-                small_recipe(front=one, layers=(layers, layers)),
-                **{"vocabulary_size": 300, "num_groups": 0, "dtype": dtype},
-            )
-            for one in (None, FRONTS[front])
+            count_training(recipe, vocabulary_size=300, num_groups=0, dtype=dtype)
+            for recipe in recipes
         )
-        more[layers, dtype] = len(fronted.launches) - len(plain.launches)
-        assert 0 < more[layers, dtype] <= MORE_THAN_PLAIN
+        more[depth, dtype] = len(fronted.launches) - len(plain.launches)
+        assert 0 < more[depth, dtype] <= MORE_THAN_PLAIN
         assert len(fronted.host_waits) == len(plain.host_waits) == 0
     assert more[2, torch.bfloat16] == more[4, torch.bfloat16]
 

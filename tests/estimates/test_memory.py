@@ -192,31 +192,31 @@ def test_scores_are_kept_where_attention_is_not_fused(dtype: torch.dtype) -> Non
 
 
 def make_recipe(
-    model: ModelConfig, *, parallel_size: int = 1, tokens: int = TOKENS, micro_batches: int = 8
+    model: ModelConfig | None = None,
+    *,
+    parallel_size: int = 1,
+    tokens: int = TOKENS,
+    micro_batches: int = 8,
 ) -> Recipe:
     return Recipe(
         name="test",
-        model=model,
+        model=model or ModelConfig(),
         batches=BatchesConfig(tokens=tokens, micro_batches=micro_batches),
         training=TrainingConfig(expert_parallel_size=parallel_size),
     )
 
 
 def estimated(
-    recipe: Recipe,
+    recipe: Recipe | None = None,
     *,
     processes: int = 1,
     ds_config: dict[str, Any] = FP32,
     vocabulary_size: int = 40,
     device: Device = "cpu",
 ) -> MemoryEstimate:
+    sizes: dict[str, Any] = {"vocabulary_size": vocabulary_size, "processes": processes}
     return estimate(
-        recipe,
-        vocabulary_size=vocabulary_size,
-        num_groups=0,
-        processes=processes,
-        ds_config=ds_config,
-        device=device,
+        recipe or make_recipe(), num_groups=0, ds_config=ds_config, device=device, **sizes
     )
 
 
@@ -275,21 +275,21 @@ def test_the_papers_dense_model_has_418_million_parameters_of_2_bytes() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizer_state_is_shared_by_all_ranks(stage: int) -> None:
-    recipe, ds_config = make_recipe(ModelConfig()), {"zero_optimization": {"stage": stage}}
-    alone = estimated(recipe, ds_config=ds_config).phases["step"]
-    shared = estimated(recipe, ds_config=ds_config, processes=8).phases["step"]
+    ds_config = {"zero_optimization": {"stage": stage}}
+    alone, shared = (
+        estimated(ds_config=ds_config, processes=ranks).phases["step"] for ranks in (1, 8)
+    )
     assert shared["parameters"] == pytest.approx(alone["parameters"], rel=1e-6)
     for name in ("master weights", "moments"):
         assert shared[name] == pytest.approx(alone[name] / 8, rel=1e-6)
 
 
 def test_zero_2_holds_fewer_gradients_between_micro_batches_than_zero_1() -> None:
-    recipe = make_recipe(ModelConfig())
     first, second = (
-        estimated(recipe, ds_config={"zero_optimization": {"stage": stage}}, processes=4)
+        estimated(ds_config={"zero_optimization": {"stage": stage}}, processes=4).phases
         for stage in (1, 2)
     )
-    assert second.phases["backward"]["gradients"] < 0.5 * first.phases["backward"]["gradients"]
+    assert second["backward"]["gradients"] < 0.5 * first["backward"]["gradients"]
 
 
 def test_expert_parallelism_divides_experts_and_nothing_else() -> None:
@@ -310,16 +310,12 @@ def test_experts_that_do_not_divide_and_unknown_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="9 experts cannot be spread over 2 ranks"):
         estimated(make_recipe(model, parallel_size=2), processes=2)
     with pytest.raises(ConfigError, match=r'grad_accum_dtype is "fp8"\. Use fp32 or bf16'):
-        estimated(
-            make_recipe(ModelConfig()),
-            ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},
-        )
+        estimated(ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}})
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
-    recipe = make_recipe(ModelConfig())
     kept, moved = (
-        estimated(recipe, processes=2, ds_config=load_ds_config(name), device="cuda")
+        estimated(processes=2, ds_config=load_ds_config(name), device="cuda")
         for name in ("zero2_bf16", "zero2_bf16_offload")
     )
     assert not kept.host
@@ -335,12 +331,9 @@ def test_memory_grows_with_tokens_until_activations_are_all_that_counts(
     name: str, device: Device
 ) -> None:
     model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
-    sizes = [
-        estimated(
-            make_recipe(model, tokens=tokens), ds_config=load_ds_config(name), device=device
-        ).device_bytes
-        for tokens in (256, 2048, 65536, 131072)
-    ]
+    recipes = (make_recipe(model, tokens=tokens) for tokens in (256, 2048, 65536, 131072))
+    given: dict[str, Any] = {"ds_config": load_ds_config(name), "device": device}
+    sizes = [estimated(recipe, **given).device_bytes for recipe in recipes]
     assert sizes == sorted(sizes)
     assert 1.5 < sizes[3] / sizes[2] < 2.0
 
@@ -368,10 +361,9 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
 
     def loss() -> Tensor:
         output = Output(F.linear(x_LD, weight_VD), ())  # keeps the logits as the model's does
-        smoothed, _ = summed_cross_entropy(
+        return summed_cross_entropy(
             output.logits_LV, labels_L, smoothing=smoothing, overwrites=True
-        )
-        return smoothed
+        )[0]
 
     recipe = make_recipe(tiny_spec().model)
     recipe = recipe.model_copy(update={"loss": LossConfig(label_smoothing=smoothing)})
@@ -408,21 +400,17 @@ def test_long_sentences_in_16_bits_cost_scores_on_cpu_only() -> None:
 @pytest.mark.parametrize("processes", [1, 4])
 def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(processes: int) -> None:
     ds_config = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    recipes = (make_recipe(micro_batches=count * processes) for count in (1, 2))
     once, twice = (
-        estimated(
-            make_recipe(ModelConfig(), micro_batches=count * processes),
-            processes=processes,
-            ds_config=ds_config,
-        )
-        for count in (1, 2)
+        estimated(recipe, processes=processes, ds_config=ds_config).phases["backward"]
+        for recipe in recipes
     )
-    backward = twice.phases["backward"]
-    assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]
+    assert twice["gradients"] - once["gradients"] == twice["parameters"]
 
 
 @pytest.mark.parametrize("ds_config", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[str, Any]) -> None:
-    phases = estimated(make_recipe(ModelConfig()), ds_config=ds_config, processes=4).phases
+    phases = estimated(ds_config=ds_config, processes=4).phases
     values = phases["step"]["master weights"]  # float32, of a quarter of the values
     for phase in ("backward", "step"):
         assert phases[phase]["gradients"] == 4 * values
@@ -433,9 +421,7 @@ def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[
 def test_micro_batches_that_share_a_pass_are_kept_together() -> None:
     def activations(per_pass: int, *, processes: int) -> int:
         found = estimated(
-            make_recipe(ModelConfig(), micro_batches=8),
-            processes=processes,
-            ds_config={**FP32, "micro_batches_per_pass": per_pass},
+            processes=processes, ds_config={**FP32, "micro_batches_per_pass": per_pass}
         )
         return found.phases["backward"]["activations"]
 

@@ -4,13 +4,14 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,11 +32,13 @@ from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.saving import ValidationResult
 from support.corpora import bytes_of, make_corpus, writing
+from support.process_pool import ProcessPool
 from support.stage_runs import make_call, run_stage
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
 UPDATES = 6
+Train = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,23 @@ def pretrain(
         except Interrupted as stopped:
             return str(stopped)
     return "done"
+
+
+def trainer(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    """Return a function that trains at two ranks, unless told otherwise, and how each ended."""
+
+    def train(
+        out_dir: Path,
+        recipe: Recipe | None = None,
+        *arguments: Any,
+        ranks: int = 2,
+        by: Callable[..., Any] = pretrain,
+        **options: Any,
+    ) -> list[Any]:
+        pool: ProcessPool = request.getfixturevalue(f"pool{ranks}")
+        return pool.run(by, inputs, out_dir, recipe or make_recipe(), *arguments, **options)
+
+    return train
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr
 from itertools import islice
 from pathlib import Path
@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from support.corpora import writing
 from support.folder_listing import names_in
-from support.process_pool import ProcessPool, RankFailed
+from support.process_pool import RankFailed
 from support.stage_runs import make_call
 from support.tiny_training import (
     PAIRS,
     UPDATES,
     Inputs,
+    Train,
     assert_same_runs,
     changed,
     make_recipe,
@@ -33,6 +34,7 @@ from support.tiny_training import (
     scripted_validations,
     sharing_passes,
     terminate_at_call,
+    trainer,
 )
 
 from pipeline.artifacts.artifact import open_artifact
@@ -59,17 +61,11 @@ pytestmark = pytest.mark.slow
 
 NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
 DONE = ["done"] * 2
-Train = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def train(inputs: Inputs, pool2: ProcessPool) -> Train:
-    """Train at two ranks; return how it ended on both."""
-
-    def run(out_dir: Path, recipe: Recipe | None = None, **options: Any) -> list[str]:
-        return pool2.run(pretrain, inputs, out_dir, recipe or make_recipe(), **options)
-
-    return run
+def train(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    return trainer(request, inputs)
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +156,14 @@ def pretrain_said(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -
 
 
 def test_routes_beyond_a_small_capacity_are_counted_on_all_ranks_and_said(
-    inputs: Inputs, straight: Path, pool2: ProcessPool, out_dir: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
     """The limit of each micro-batch, ceil(0.25 · 2 · tokens / 4), is met by few routes in four."""
     moe = make_recipe().model.moe
     assert moe is not None
     small = moe.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.25})
     recipe = changed(make_recipe(**NO_DROPOUT), "model", moe=small)
-    said, said_by_other = pool2.run(pretrain_said, inputs, out_dir, recipe)
+    said, said_by_other = train(out_dir, recipe, by=pretrain_said)
     for record in lines_of(out_dir, "train"):
         assert set(record["routing"]) == {"encoder.layers.0", "decoder.layers.0"}
         shares = [of_layer["dropped"] for of_layer in record["routing"].values()]
@@ -200,11 +196,10 @@ def pretrain_beside(
 
 
 def test_the_peak_memory_of_a_line_is_that_of_the_rank_with_the_most(
-    inputs: Inputs, pool2: ProcessPool, out_dir: Path
+    train: Train, out_dir: Path
 ) -> None:
-    recipe, num_bytes = make_recipe(updates=2), {0: 0, 1: 2**29}
-    (_, of_first), (before, after) = pool2.run(
-        pretrain_beside, inputs, out_dir, recipe, num_bytes=num_bytes
+    (_, of_first), (before, after) = train(
+        out_dir, make_recipe(updates=2), by=pretrain_beside, num_bytes={0: 0, 1: 2**29}
     )
     peaks = [one["peak_memory_gib"] * 2**30 for one in lines_of(out_dir, "train")]
     late = 2**20  # the kernel adds up the pages of a process's threads now and then
@@ -241,9 +236,9 @@ def pretrain_with_clock_set_back(
 
 
 def test_a_wall_clock_that_is_set_back_changes_neither_the_run_nor_its_seconds(
-    inputs: Inputs, straight: Path, pool2: ProcessPool, out_dir: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
-    assert pool2.run(pretrain_with_clock_set_back, inputs, out_dir, make_recipe()) == DONE
+    assert train(out_dir, by=pretrain_with_clock_set_back) == DONE
     assert_same_runs(out_dir, straight, state=UPDATES)
     seconds = [one["seconds"] for one in lines_of(out_dir, "train")]
     assert [0, *seconds] == sorted({0, *seconds})
@@ -290,16 +285,14 @@ def test_a_validation_whose_run_was_killed_before_the_next_state_has_one_line(
 
 
 def test_a_run_stopped_between_two_lines_of_metrics_loses_no_update_of_their_means(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     recipe = changed(make_recipe(updates=3), "logging", every=3)
-    pool1.run(pretrain, inputs, tmp_path / "straight", recipe)
-    pool1.run(pretrain, inputs, tmp_path / "stopped", recipe, terminate_at=(0, 1))
-    pool1.run(pretrain, inputs, tmp_path / "stopped", recipe)
-    straight, stopped = (
-        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")
-    )
-    assert stopped == straight
+    straight, stopped = (tmp_path / name for name in ("straight", "stopped"))
+    train(straight, recipe, ranks=1)
+    train(stopped, recipe, ranks=1, terminate_at=(0, 1))
+    train(stopped, recipe, ranks=1)
+    assert read_metrics(stopped / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
 
 
 def _forced_to_disk(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> list[str]:
@@ -316,12 +309,10 @@ def _forced_to_disk(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe)
     return found
 
 
-def test_the_lines_before_a_state_are_on_disk_before_it_is(
-    inputs: Inputs, pool1: ProcessPool, out_dir: Path
-) -> None:
+def test_the_lines_before_a_state_are_on_disk_before_it_is(train: Train, out_dir: Path) -> None:
     """A run resumed from the state after a power failure does not write them again."""
     recipe, run = make_recipe(updates=2, validate_every=2, checkpoint_every=1), run_dir(out_dir)
-    [paths] = pool1.run(_forced_to_disk, inputs, out_dir, recipe)
+    [paths] = train(out_dir, recipe, ranks=1, by=_forced_to_disk)
     of_metrics = [at for at, path in enumerate(paths) if path == str(run / "metrics.jsonl")]
     of_states = [at for at, path in enumerate(paths) if path.startswith(str(run / "states"))]
     assert len(of_metrics) == 2
@@ -350,10 +341,10 @@ def _failing_step(original: Any, number: int) -> Any:
 
 
 def test_a_run_that_died_goes_on_from_its_last_state_and_rewrites_what_came_after(
-    inputs: Inputs, train: Train, straight: Path, pool2: ProcessPool, out_dir: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
     with pytest.raises(RankFailed, match="killed"):
-        pool2.run(_stop_when_saved, inputs, out_dir, make_recipe())
+        train(out_dir, by=_stop_when_saved)
     states = run_dir(out_dir) / "states"
     assert names_in(states) == ["update-0000002"]
     assert read_metrics(run_dir(out_dir) / "metrics.jsonl")[-1]["update"] == 3
@@ -414,22 +405,22 @@ def _stop_in_update(
 
 
 def test_a_finished_run_that_is_made_longer_is_the_run_that_was_as_long_from_the_start(
-    inputs: Inputs, train: Train, pool2: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     """With a schedule that does not depend on the number of updates; none is made twice."""
     shorter = changed(make_recipe(updates=2), "optimizer", schedule="inverse_sqrt")
     longer = changed(shorter, "training", updates=4)
     train(tmp_path / "straight", longer)
     train(tmp_path / "model", shorter)
-    assert pool2.run(_count_updates, inputs, tmp_path / "model", longer) == [2, 2]
+    assert train(tmp_path / "model", longer, by=_count_updates) == [2, 2]
     assert_same_runs(tmp_path / "model", tmp_path / "straight", state=4)
 
 
 def test_a_run_whose_newest_state_is_damaged_is_the_same_run_after_what_it_is_told_to_do(
-    inputs: Inputs, train: Train, straight: Path, pool2: ProcessPool, out_dir: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
     recipe, states = make_recipe(keep_last=2), run_dir(out_dir) / "states"
-    pool2.run(_stop_in_update, inputs, out_dir, recipe, 3)
+    train(out_dir, recipe, by=_stop_in_update, number=3)
     assert names_in(states) == ["update-0000002", "update-0000003"]
     newest = states / "update-0000003"
     part = max((newest / "optimizer").iterdir())
@@ -458,22 +449,18 @@ def test_a_state_of_other_settings_is_refused_with_the_difference_and_kept_when_
     assert_same_runs(out_dir, straight)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_another_number_of_ranks_resumes_to_the_same_curves(
-    request: pytest.FixtureRequest,
-    inputs: Inputs,
-    straight: Path,
-    stopped: Path,
-    tmp_path: Path,
-    size: int,
+    train: Train, straight: Path, stopped: Path, tmp_path: Path, ranks: int
 ) -> None:
-    out_dir, recipe = shutil.copytree(stopped, tmp_path / "copy") / "model", make_recipe()
-    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
-    assert pool.run(pretrain, inputs, out_dir, recipe) == ["done"] * size
+    """Of three, one has one micro-batch more."""
+    out_dir = shutil.copytree(stopped, tmp_path / "copy") / "model"
+    assert train(out_dir, ranks=ranks) == ["done"] * ranks
     found, expected = (read_metrics(path / "metrics.jsonl") for path in (out_dir, straight))
     for record, wanted in zip(found, expected, strict=True):
         assert set(record) == set(wanted)
-        assert record["update"] == wanted["update"]
+        exact = {name for name in wanted if name == "update" or name.endswith("_tokens")}
+        assert {name: record[name] for name in exact} == {name: wanted[name] for name in exact}
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     assert set(read_weights(out_dir)) == set(read_weights(straight))
 
@@ -490,37 +477,14 @@ def test_micro_batches_that_share_a_pass_resume_bit_for_bit(
     assert metrics != read_metrics(straight / "metrics.jsonl"), "other values are dropped"
 
 
-def test_ranks_of_which_one_has_one_micro_batch_more_resume_bit_for_bit(
-    inputs: Inputs, straight: Path, pool3: ProcessPool, tmp_path: Path
-) -> None:
-    recipe = make_recipe()
-    pool3.run(pretrain, inputs, tmp_path / "three", recipe)
-    out_dir = tmp_path / "stopped"
-    pool3.run(pretrain, inputs, out_dir, recipe, terminate_at=(2, 2))
-    assert pool3.run(pretrain, inputs, out_dir, recipe) == ["done"] * 3
-    assert_same_runs(out_dir, tmp_path / "three")
-    metrics = read_metrics(out_dir / "metrics.jsonl")
-    for record, wanted in zip(metrics, read_metrics(straight / "metrics.jsonl"), strict=True):
-        counted = {name for name in wanted if name.endswith("_tokens")}
-        assert {name: record[name] for name in counted} == {n: wanted[n] for n in counted}
-        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize(("size", "per_pass"), [(1, 8), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_pass"), [(1, 8), (3, 2)])
 def test_a_run_goes_on_with_other_ranks_and_passes_to_the_same_curves(
-    request: pytest.FixtureRequest,
-    inputs: Inputs,
-    without_dropout: Path,
-    tmp_path: Path,
-    size: int,
-    per_pass: int,
+    train: Train, without_dropout: Path, tmp_path: Path, ranks: int, per_pass: int
 ) -> None:
     straight, recipe = without_dropout / "straight", make_recipe(**NO_DROPOUT)
     out_dir = shutil.copytree(without_dropout / "stopped", tmp_path / "copy") / "model"
-    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
     ds_config = sharing_passes(tmp_path, per_pass)
-    done = pool.run(pretrain, inputs, out_dir, recipe, ds_config=ds_config)
-    assert done == ["done"] * size
+    assert train(out_dir, recipe, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     found = read_metrics(out_dir / "metrics.jsonl")
     for record, wanted in zip(found, read_metrics(straight / "metrics.jsonl"), strict=True):
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
@@ -625,16 +589,16 @@ def test_the_checkpoint_is_the_one_of_the_lowest_validation_perplexity(
 
 
 def test_validation_loss_does_not_depend_on_the_world(
-    inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, pool4: ProcessPool, tmp_path: Path
+    train: Train, inputs: Inputs, tmp_path: Path
 ) -> None:
     recipe = make_recipe(updates=1, expert_parallel_size=4)
     recipe = changed(recipe, "optimizer", learning_rate=1e-9, final_learning_rate=0.0)
     data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
     plan_length = len(data.validation(budget=recipe.batches.evaluation_tokens))
     assert plan_length % 4 != 0, "some ranks must run out of batches before others"
-    for pool in (pool1, pool2, pool4):
-        pool.run(pretrain, inputs, tmp_path / str(pool.size), recipe)
-    [one], *others = (lines_of(tmp_path / str(size), "validation") for size in (1, 2, 4))
+    for ranks in (1, 2, 4):
+        train(tmp_path / str(ranks), recipe, ranks=ranks)
+    [one], *others = (lines_of(tmp_path / str(ranks), "validation") for ranks in (1, 2, 4))
     for [many] in others:
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
         for kind in ("directions", "pairs", "resources"):
@@ -659,14 +623,14 @@ def test_validation_means_are_over_tokens_not_over_directions() -> None:
 
 
 def test_what_training_did_not_write_stays_in_a_finished_runs_folder_and_is_named(
-    inputs: Inputs, pool1: ProcessPool, out_dir: Path
+    train: Train, out_dir: Path
 ) -> None:
     """By default, all that training wrote there goes."""
     recipe = make_recipe(updates=2)
     recipe = recipe.model_copy(update={"saving": Recipe(name="defaults").saving})
-    pool1.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 1))
+    train(out_dir, recipe, ranks=1, terminate_at=(0, 1))
     (run_dir(out_dir) / "notes.txt").write_text("mine")
-    assert pool1.run(pretrain, inputs, out_dir, recipe) == ["done"]
+    assert train(out_dir, recipe, ranks=1) == ["done"]
     assert names_in(run_dir(out_dir)) == [MARKER_NAME, "notes.txt"]
     assert (run_dir(out_dir) / "notes.txt").read_text() == "mine"
 
@@ -693,14 +657,17 @@ def pretrain_scripted(
         return pretrain(world, inputs, out_dir, recipe, **options)
 
 
-PERPLEXITIES = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5, 6: 1.0}
+IMPATIENT = make_recipe(patience=2, validate_every=1)
+SCRIPT: dict[str, Any] = {
+    "by": pretrain_scripted,
+    "perplexities": {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5, 6: 1.0},
+}
 
 
 @pytest.fixture(scope="module")
-def impatient(inputs: Inputs, pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def impatient(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("impatient") / "model"
-    recipe = make_recipe(patience=2, validate_every=1)
-    pool2.run(pretrain_scripted, inputs, out_dir, recipe, perplexities=PERPLEXITIES)
+    train(out_dir, IMPATIENT, **SCRIPT)
     return out_dir
 
 
@@ -717,16 +684,14 @@ def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
 
 @pytest.mark.parametrize("fault", [{"dies_at": 4}, {"terminate_at": (1, 8)}], ids=str)
 def test_a_run_that_ended_early_is_the_same_however_often_it_was_stopped(
-    inputs: Inputs, impatient: Path, pool2: ProcessPool, out_dir: Path, fault: dict[str, Any]
+    train: Train, impatient: Path, out_dir: Path, fault: dict[str, Any]
 ) -> None:
     """Dying at update 4, after update 3 was kept, and before it is in any state."""
-    recipe = make_recipe(patience=2, validate_every=1)
-    script: dict[str, Any] = {"perplexities": PERPLEXITIES}
     with ExitStack() as stack:
         if "dies_at" in fault:
             stack.enter_context(pytest.raises(RankFailed, match="killed"))
-        pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script, **fault)
-    assert pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script) == DONE
+        train(out_dir, IMPATIENT, **SCRIPT, **fault)
+    assert train(out_dir, IMPATIENT, **SCRIPT) == DONE
     assert_same_runs(out_dir, impatient)
     assert read_metrics(out_dir / "metrics.jsonl")[-1]["update"] == 5
 
@@ -743,12 +708,10 @@ def test_the_weights_kept_are_those_of_the_best_validation_of_a_tier(
     assert "whose validation perplexity on low-resource pairs, " in model.manifest.summary[1]
 
 
-def test_a_tier_that_nothing_is_validated_on_is_refused(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
-) -> None:
+def test_a_tier_that_nothing_is_validated_on_is_refused(train: Train, out_dir: Path) -> None:
     recipe = make_recipe(best_by="low", resource_thresholds=[0, 30])
     with pytest.raises(RankFailed, match=r"best_by is low, and no pair .* only of high, medium\."):
-        pool1.run(pretrain, inputs, tmp_path / "model", recipe)
+        train(out_dir, recipe, ranks=1)
 
 
 def test_thresholds_decide_a_model_only_where_a_tier_does() -> None:

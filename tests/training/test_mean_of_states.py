@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.folder_listing import names_in
-from support.process_pool import ProcessPool, RankFailed
+from support.process_pool import RankFailed
 from support.stage_runs import make_call
 from support.tiny_training import (
     Inputs,
+    Train,
     assert_same_tensors,
     changed,
     make_recipe,
@@ -27,6 +28,7 @@ from support.tiny_training import (
     read_state,
     read_weights,
     scripted_validations,
+    trainer,
 )
 from torch import Tensor
 
@@ -82,17 +84,9 @@ def assert_is_mean(out_dir: Path, updates: list[int]) -> None:
     assert_same_tensors(found, mean_by_hand(out_dir, updates))
 
 
-Train = Callable[..., list[str]]
-
-
 @pytest.fixture(scope="module")
-def train(inputs: Inputs, pool2: ProcessPool) -> Train:
-    """Train at two ranks; return how it ended on both."""
-
-    def run(out_dir: Path, recipe: Recipe, **options: Any) -> list[str]:
-        return pool2.run(pretrain, inputs, out_dir, recipe, **options)
-
-    return run
+def train(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    return trainer(request, inputs)
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +218,9 @@ def perplexity_of(inputs: Inputs, out_dir: Path) -> float:
 
 
 def test_one_rank_takes_the_mean_of_states_of_two_as_those_do(
-    straight: Path, unpublished: Path, inputs: Inputs, pool1: ProcessPool
+    train: Train, straight: Path, unpublished: Path
 ) -> None:
-    assert pool1.run(pretrain, inputs, unpublished, recipe_of()) == ["done"]
+    assert train(unpublished, recipe_of(), ranks=1) == ["done"]
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
     ours, theirs = (
         open_artifact(out_dir, kind="checkpoint").statistics["perplexity"]
@@ -267,10 +261,10 @@ def test_language_modules_on_different_ranks_and_what_is_not_trained_are_in_the_
 
 @pytest.mark.slow
 def test_a_run_stopped_between_two_states_has_the_mean_of_one_that_was_not(
-    inputs: Inputs, train: Train, straight: Path, pool2: ProcessPool, out_dir: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
     """The stop leaves a state after update 5, which is none of those of the mean."""
-    pool2.run(pretrain_stopped_after, inputs, out_dir, recipe_of("last"), update=5)
+    train(out_dir, recipe_of("last"), by=pretrain_stopped_after, update=5)
     folder = out_dir.parent / "model.run"
     assert state_names(folder) == [f"update-{update:07d}" for update in (2, 4, 5)]
     assert train(out_dir, recipe_of("last")) == ["done"] * 2
@@ -325,18 +319,13 @@ def pretrain_dying(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, 
     ("keep_states", "at"), [("none", "_summary"), ("last", "published_weights")]
 )
 def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
-    inputs: Inputs,
-    straight: Path,
-    unpublished: Path,
-    pool1: ProcessPool,
-    keep_states: str,
-    at: str,
+    train: Train, straight: Path, unpublished: Path, keep_states: str, at: str
 ) -> None:
     recipe = recipe_of(keep_states)
     with pytest.raises(RankFailed, match="killed"):
-        pool1.run(pretrain_dying, inputs, unpublished, recipe, at=at)
+        train(unpublished, recipe, ranks=1, by=pretrain_dying, at=at)
     assert not unpublished.exists()
-    assert pool1.run(pretrain, inputs, unpublished, recipe) == ["done"]
+    assert train(unpublished, recipe, ranks=1) == ["done"]
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
     left = names_in(unpublished.parent)
     assert left == (["model"] if keep_states == "none" else ["model", "model.run"])
@@ -355,26 +344,12 @@ def test_a_run_goes_on_to_more_updates_from_its_last_state_and_not_from_the_mean
 
 
 @pytest.mark.slow
-def test_a_run_whose_states_are_gone_is_refused_before_it_goes_on(
-    train: Train, unpublished: Path
-) -> None:
-    states = unpublished.parent / "model.run" / "states"
-    shutil.rmtree(states / "update-0000004")
-    words = r"model\.run: training\.average_last is 3, .* any more: 4; lower it to 2, or begin anew"
-    with pytest.raises(RankFailed, match=words):
-        train(unpublished, recipe_of(updates=8))
-    assert names_in(states)[-1] == "update-0000007"
-    assert train(unpublished, recipe_of(updates=8, average_last=2)) == ["done"] * 2
-    assert_is_mean(unpublished, [6, 8])
-
-
-@pytest.mark.slow
 def test_the_mean_of_a_run_that_ends_early_is_of_its_last_states(
-    inputs: Inputs, pool2: ProcessPool, out_dir: Path
+    train: Train, out_dir: Path
 ) -> None:
     """Nothing lower was found after update 3, so that it ends after 5, where no state is due."""
     recipe = recipe_of(patience=2, validate_every=1, average_last=2, best_by="high")
-    pool2.run(pretrain_scripted, inputs, out_dir, recipe)
+    train(out_dir, recipe, by=pretrain_scripted)
     assert open_artifact(out_dir, kind="checkpoint").statistics["averaged_updates"] == [4, 5]
     assert_is_mean(out_dir, [4, 5])
     assert re.search(r"perplexity on high-resource pairs is [\d.]+,", summary_of(out_dir))
@@ -399,11 +374,9 @@ def test_how_often_states_are_saved_decides_a_mean_and_nothing_else() -> None:
         assert changes == (["training.checkpoint_every: 2 → 3"] if decides else [])
 
 
-def test_without_it_no_manifest_says_anything_of_a_mean(
-    inputs: Inputs, unpublished: Path, pool1: ProcessPool
-) -> None:
+def test_without_it_no_manifest_says_anything_of_a_mean(train: Train, unpublished: Path) -> None:
     """A run that was to be averaged, and is not any more, gives its best weights."""
-    pool1.run(pretrain, inputs, unpublished, recipe_of(average_last=0))
+    train(unpublished, recipe_of(average_last=0), ranks=1)
     made = open_artifact(unpublished, kind="checkpoint")
     assert not {"averaged", "averaged_updates"} & made.statistics.keys()
     assert made.statistics["perplexity"] == min(validated(unpublished))

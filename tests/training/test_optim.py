@@ -84,15 +84,6 @@ def test_the_optimizer_is_adam_with_decoupled_weight_decay() -> None:
         assert parameter.tolist() == pytest.approx(value, rel=1e-9)
 
 
-def test_the_optimizer_takes_groups_of_parameters_as_they_come() -> None:
-    groups: list[dict[str, object]] = [
-        {"params": [nn.Parameter(torch.ones(2))], "name": name} for name in ("a", "b")
-    ]
-    optimizer = make_optimizer(groups, POLYNOMIAL)
-    assert [group["name"] for group in optimizer.param_groups] == ["a", "b"]
-    assert all(group["betas"] == (0.9, 0.98) for group in optimizer.param_groups)
-
-
 DENSE = tiny_spec()
 UPDATES = 4
 FLOAT32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from support.stage_runs import make_call
 from support.tiny_training import (
     UPDATES,
     Inputs,
+    Train,
     assert_same_runs,
     assert_same_tensors,
     changed,
@@ -27,6 +28,7 @@ from support.tiny_training import (
     read_metrics,
     read_weights,
     sharing_passes,
+    trainer,
 )
 from torch import Tensor, nn
 
@@ -64,34 +66,26 @@ ALONE = World(0, 1, 0, 1, "127.0.0.1", 1)
 # ---------------------------------------------------------------- who did it
 
 
-def verdict(micro_batch: int | None, *, own: bool = True, experts: bool = True) -> Verdict:
-    return Verdict(micro_batch, is_finite=own, of_experts_is_finite=experts)
+KINDS = {"fine": (True, True), "bad": (False, False), "experts": (True, False)}
+"""Whether the own gradient and the experts' are finite."""
 
 
-def test_the_micro_batch_is_named_whose_own_gradient_is_not_finite() -> None:
-    verdicts = [
-        [verdict(3), verdict(0, own=False, experts=False)],
-        [verdict(2), verdict(1, experts=False)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0}
+def verdicts_of(rank: str) -> list[Verdict]:
+    """Return the verdicts of a rank's turns, such as "3 fine, none bad"."""
+    turns = [turn.split() for turn in rank.split(", ")]
+    return [Verdict(None if n == "none" else int(n), *KINDS[kind]) for n, kind in turns]
 
 
-def test_of_ranks_that_share_experts_all_are_named_where_only_those_tell() -> None:
-    verdicts = [
-        [verdict(0, experts=False)],
-        [verdict(1, experts=False)],
-        [verdict(2)],
-        [verdict(3)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0, 1}
-
-
-def test_a_stand_in_is_never_named_and_clears_the_others_of_its_turn() -> None:
-    verdicts = [
-        [verdict(0, own=False, experts=False), verdict(2, experts=False)],
-        [verdict(1, experts=False), verdict(None, own=False, experts=False)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0}
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ("3 fine, 0 bad | 2 fine, 1 experts", {0}),
+        ("0 experts | 1 experts | 2 fine | 3 fine", {0, 1}),  # the ranks that share experts
+        ("0 bad, 2 experts | 1 experts, none bad", {0}),  # a stand-in clears its turn
+    ],
+)
+def test_the_micro_batch_is_named_whose_gradient_is_not_finite(ranks: str, named: set[int]) -> None:
+    assert culprits([*map(verdicts_of, ranks.split(" | "))], sharing=2) == named
 
 
 def test_lines_are_told_by_direction_and_counted_from_one() -> None:
@@ -268,6 +262,17 @@ def large_epsilon(recipe: Recipe) -> Recipe:
 
 
 @pytest.fixture(scope="module")
+def train(request: pytest.FixtureRequest, inputs: Inputs, sentence: Sentence) -> Train:
+    """Train with the poison."""
+
+    def run(out_dir: Path, recipe: Recipe | None = None, **options: Any) -> list[str]:
+        options = {"by": pretrain_poisoned, **options}
+        return trainer(request, inputs)(out_dir, recipe or skipping_recipe(), sentence, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def expected(
     inputs: Inputs, sentence: Sentence, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tensor]:
@@ -303,24 +308,21 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel_size", "per_pass"), [(1, 1, 3), (2, 2, 1), (3, 1, 1), (2, 2, 2)]
+    ("ranks", "parallel_size", "per_pass"), [(1, 1, 3), (2, 2, 1), (3, 1, 1), (2, 2, 2)]
 )
 def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
-    request: pytest.FixtureRequest,
+    train: Train,
     inputs: Inputs,
     sentence: Sentence,
     expected: dict[str, Tensor],
     tmp_path: Path,
-    size: int,
+    ranks: int,
     parallel_size: int,
     per_pass: int,
 ) -> None:
     recipe = large_epsilon(skipping_recipe(expert_parallel_size=parallel_size))
-    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
-    out_dir = tmp_path / "model"
-    ds_config = sharing_passes(tmp_path, per_pass)
-    done = pool.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, ds_config=ds_config)
-    assert done == ["done"] * size
+    out_dir, ds_config = tmp_path / "model", sharing_passes(tmp_path, per_pass)
+    assert train(out_dir, recipe, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     steps = planned(data_of(inputs, recipe, tmp_path))
     assert recorded(out_dir) == where(steps, sentence)
     assert 0 < len(where(steps, sentence)) < UPDATES
@@ -332,20 +334,6 @@ def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
         without = {index for number, index in recorded(out_dir) if number == record["update"]}
         labels = sum(b.num_labels for i, b in enumerate(step.micro_batches) if i not in without)
         assert record["target_tokens"] == labels
-
-
-Train = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module")
-def train(inputs: Inputs, sentence: Sentence, pool2: ProcessPool) -> Train:
-    """Train at two ranks, with the poison."""
-
-    def run(out_dir: Path, recipe: Recipe | None = None, **options: Any) -> list[str]:
-        recipe = recipe or skipping_recipe()
-        return pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, **options)
-
-    return run
 
 
 @pytest.fixture(scope="module")
