@@ -73,10 +73,10 @@ def test_a_profile_holds_the_updates_of_its_window_and_no_other(tmp_path: Path) 
 def test_a_window_that_begins_before_an_attempt_or_outlasts_it_has_its_updates(
     tmp_path: Path,
 ) -> None:
-    for updates in ((5, 6), (7, 8, 9, 10)):
-        make_updates(Profiling(call_with((6, 9), tmp_path / "model"), rank=0), *updates)
+    for updates in ((2, 3), (4, 5, 6)):
+        make_updates(Profiling(call_with((3, 9), tmp_path / "model"), rank=0), *updates)
     found = [name for name in names_in(tmp_path / "model.profile") if name.endswith(".txt")]
-    assert found == ["updates-6-6.txt", "updates-7-9.txt"]
+    assert found == ["updates-3-3.txt", "updates-4-6.txt"]
 
 
 def test_what_was_recorded_is_written_where_training_fails(tmp_path: Path) -> None:
