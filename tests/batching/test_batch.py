@@ -15,7 +15,6 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.artifacts.tokenizer import TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import (
     ALIGNMENT,
     Batch,
@@ -114,28 +113,6 @@ def test_a_tag_that_is_a_label_is_one_more_row_per_sentence() -> None:
     assert batch.target_N.tolist() == [EOS, EN, 21, 22, EOS, EN]
     assert batch.label_rows_L.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.labels_L.tolist() == [EN, 21, 22, EOS, EN, EOS]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "prefix", "suffix", "prompt"),
-    [
-        ("src-tgt", ["de"], [], ["en"]),
-        ("tgt", ["en"], [], []),
-        ("src-suffix-tgt", [], ["de"], ["en"]),
-    ],
-)
-def test_tags_follow_their_scheme(
-    scheme: str, prefix: list[str], suffix: list[str], prompt: list[str]
-) -> None:
-    description = TokenizerDescription(
-        kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
-    )
-    tokenizer = build_tokenizer(description, None)
-    found = tags(tokenizer, scheme, source="de", target="en")  # type: ignore[arg-type]
-    token = tokenizer.language_token_id
-    assert found.source_prefix == tuple(token(code) for code in prefix)
-    assert found.source_suffix == tuple(token(code) for code in suffix)
-    assert found.decoder_prompt == (tokenizer.eos_id, *(token(code) for code in prompt))
 
 
 def test_large_ids_of_small_types_stay_what_they_are() -> None:

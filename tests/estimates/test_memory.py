@@ -498,7 +498,7 @@ def many_lines(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     ("ds_config", "changes"),
     [
         ("cpu_fp32", []),
-        ("cpu_bf16", ["training.updates=600"]),
+        ("cpu_bf16", ["training.updates=400"]),
         ("cpu_fp32", WIDER),
         ("cpu_fp32", ["batches.tokens=64000", "training.updates=4"]),
     ],

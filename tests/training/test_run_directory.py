@@ -326,57 +326,38 @@ def test_any_other_error_on_one_rank_is_an_error_on_all_that_says_what_it_was(
     assert f"rank {rank}" in messages[0]
 
 
-def write_slowly(world: World, tmp_path: Path) -> list[str]:
-    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already."""
+def write_slowly(world: World, tmp_path: Path, in_background: bool) -> tuple[bool, list[str]]:
+    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already.
+
+    Return whether the state was there while rank 1 was still writing, and its files at the end.
+    """
     directory = run_directory(tmp_path, world=world)
 
     def write(writer: ArtifactWriter) -> None:
         path = writer.path(f"optimizer/{part_prefix(world.rank)}000")
-        if world.rank == 0:
-            path.write_text("0")
+        temporary = path.with_name(".tmpAbCdEf") if world.rank else path
+        temporary.write_text(str(world.rank))
+        if not in_background:
             wait_for_all()
-            return
-        temporary = path.with_name(".tmpAbCdEf")
-        temporary.write_text("1")
-        wait_for_all()
-        time.sleep(0.3)
+        time.sleep(0.5 * world.rank)
         temporary.rename(path)
 
     out_dir = directory.states_dir / "update-0000001"
-    directory.write(out_dir, kind="training_state", write=write)
+    directory.write(out_dir, kind="training_state", write=write, in_background=in_background)
+    directory.publish_written()
+    early = in_background and out_dir.exists()
+    directory.wait()
     state = open_artifact(out_dir, kind="training_state")
     state.check()
-    return state.names()
+    return early, state.names()
 
 
-def test_a_rank_that_is_done_does_not_take_the_unfinished_files_of_another_for_its_own(
-    pool2: ProcessPool, tmp_path: Path
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_state_appears_when_all_ranks_are_done_and_none_takes_unfinished_files_of_another(
+    pool2: ProcessPool, tmp_path: Path, in_background: bool
 ) -> None:
     names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_slowly, tmp_path) == [names, names]
-
-
-def write_in_background(world: World, tmp_path: Path) -> tuple[bool, list[str]]:
-    """Whether the state was there while one rank was still writing, and its files at the end."""
-    directory = run_directory(tmp_path, world=world)
-
-    def write(writer: ArtifactWriter) -> None:
-        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
-        time.sleep(0.5 * world.rank)
-
-    out_dir = directory.states_dir / "update-0000001"
-    directory.write(out_dir, kind="training_state", write=write, in_background=True)
-    directory.publish_written()
-    early = out_dir.exists()
-    directory.wait()
-    return early, open_artifact(out_dir, kind="training_state").names()
-
-
-def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
-    pool2: ProcessPool, tmp_path: Path
-) -> None:
-    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
+    assert pool2.run(write_slowly, tmp_path, in_background) == [(False, names)] * 2
 
 
 # ---------------------------------------------------------------- attempts that were given up
