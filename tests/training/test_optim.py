@@ -268,22 +268,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     pool2.run(poisoned_update, poison=poison, name=name, precision=precision, parallel_size=2)
 
 
-def poisoned_first_update(world: World) -> set[float]:
-    """Adam's count of steps after a first update that is not made and another one that is."""
-    engine = engine_of(world)
-    parameter = next(engine.model.parameters())
-    hook = parameter.register_hook(lambda gradient: gradient / 0)
-    assert not try_update(engine, world, 0, rate=1e-3).was_made
-    hook.remove()
-    assert steps(engine) == {0.0}
-    assert try_update(engine, world, 0, rate=1e-3).was_made
-    return steps(engine)
-
-
-def test_a_first_update_that_is_not_made_is_no_step_of_adam(pool1: ProcessPool) -> None:
-    assert pool1.run(poisoned_first_update) == [{1.0}]
-
-
 # ---------------------------------------------------------------- other gradients
 
 
