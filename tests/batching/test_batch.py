@@ -15,7 +15,6 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.artifacts.tokenizer import TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import (
     ALIGNMENT,
     Batch,
@@ -114,48 +113,6 @@ def test_a_tag_that_is_a_label_is_one_more_row_per_sentence() -> None:
     assert batch.target_N.tolist() == [EOS, EN, 21, 22, EOS, EN]
     assert batch.label_rows_L.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.labels_L.tolist() == [EN, 21, 22, EOS, EN, EOS]
-
-
-def test_a_batch_knows_where_its_sentences_come_from() -> None:
-    batch = collate(example_pairs(prefix=(DE,), prompt=(EOS, EN)), eos_id=EOS)
-    assert batch.source_language_B.tolist() == [0, 0]
-    assert batch.target_language_B.tolist() == [1, 1]
-    assert batch.pair_B.tolist() == [5, 6]
-    assert batch.line_B.tolist() == [70, 71]
-    assert (batch.num_sentences, batch.num_labels) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "prefix", "suffix", "prompt"),
-    [
-        ("src-tgt", ["de"], [], ["en"]),
-        ("tgt", ["en"], [], []),
-        ("src-suffix-tgt", [], ["de"], ["en"]),
-    ],
-)
-def test_tags_follow_their_scheme(
-    scheme: str, prefix: list[str], suffix: list[str], prompt: list[str]
-) -> None:
-    description = TokenizerDescription(
-        kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
-    )
-    tokenizer = build_tokenizer(description, None)
-    found = tags(tokenizer, scheme, source="de", target="en")  # type: ignore[arg-type]
-    token = tokenizer.language_token_id
-    assert found.source_prefix == tuple(token(code) for code in prefix)
-    assert found.source_suffix == tuple(token(code) for code in suffix)
-    assert found.decoder_prompt == (tokenizer.eos_id, *(token(code) for code in prompt))
-
-
-def test_a_suffix_stands_behind_the_source_s_end_of_sentence() -> None:
-    examples = [
-        replace(example, source_prefix=(), source_suffix=(DE,))
-        for example in example_pairs(prefix=(DE,), prompt=(EOS, EN))
-    ]
-    batch = collate(examples, eos_id=EOS)
-    rows = [[*map(int, example.source), EOS, DE] for example in examples]
-    assert batch.source_N.tolist() == [token for row in rows for token in row]
-    assert batch.labels_L.tolist() == [21, 22, EOS, EOS]
 
 
 def test_large_ids_of_small_types_stay_what_they_are() -> None:

@@ -148,15 +148,12 @@ def test_the_rank_that_computes_or_reads_slowly_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_rank_that_waits_for_the_experts_of_a_slow_rank_is_not_slow(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path, slow_rank: int
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     """The other rank spends the naps in exchanges within its forward passes."""
-    ends = pool2.run(
-        pretrain_slowed, inputs, tmp_path / "model", slow_rank=slow_rank, reading=False
-    )
+    ends = pool2.run(pretrain_slowed, inputs, tmp_path / "model", slow_rank=0, reading=False)
     assert ends == ["done"] * 2
     line = last_training_line(tmp_path / "model")
-    assert line["slowest_rank"] == slow_rank
+    assert line["slowest_rank"] == 0
     assert 1.2 < line["slowest_to_median"] <= 2, "the median of two is their mean"

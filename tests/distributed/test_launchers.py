@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 MODULE = "pipeline.stages.pretrain"
 SECONDS = 240
 """Longest time of a launch: several processes load torch and DeepSpeed on few cores."""
+RECIPE = make_recipe(updates=2, checkpoint_every=1, keep_last=2)
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
 
 
@@ -74,7 +75,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     folder = tmp_path_factory.mktemp("launched")
     inputs = make_inputs(folder)
     recipe = folder / "recipe.toml"
-    recipe.write_text(recipe_toml(make_recipe(keep_last=2)), encoding="utf-8")
+    recipe.write_text(recipe_toml(RECIPE), encoding="utf-8")
     options = ["--recipe", str(recipe), "--ds-config", "cpu_fp32"]
     for name, artifact in inputs.artifacts().items():
         options += [f"--{name}", str(artifact.directory)]
@@ -159,6 +160,6 @@ def test_states_and_weights_take_the_disk_space_that_is_estimated(
     }
     for of_one, size in sizes.items():
         assert of_one * parameters <= size < 1.5 * of_one * parameters
-    space = disk_space(make_recipe(keep_last=2), parameters=parameters, trains=True)
+    space = disk_space(RECIPE, parameters=parameters, trains=True)
     assert space.kept == (WEIGHT_BYTES + STATE_BYTES) * parameters
     assert space.peak == (3 * STATE_BYTES + 2 * WEIGHT_BYTES) * parameters

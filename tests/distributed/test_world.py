@@ -53,17 +53,17 @@ atexit.register(os.write, 1, b"registered ")
 if sys.argv[1] == "group":
     with distributed_world():
         pass
-elif sys.argv[1] == "torch":
-    import torch
 leave(3)
 """
 
 
-def test_nothing_in_the_environment_means_one_process() -> None:
-    world = discover({})
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
-    assert world.master_address == "127.0.0.1"
-    assert not is_launched({})
+def test_without_a_launcher_or_srun_there_is_one_process() -> None:
+    batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    for environment in ({}, batch_script):
+        world = discover(environment)
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+        assert not is_launched(environment)
+    assert discover({}).master_address == "127.0.0.1"
     assert rank_of({}) == 0
 
 
@@ -134,12 +134,6 @@ def test_under_srun_variables_that_are_set_come_first(
     variables: dict[str, str], world: World
 ) -> None:
     assert discover({**SLURM, **variables}) == world
-
-
-def test_a_batch_script_without_srun_is_one_process() -> None:
-    environment = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
-    assert discover(environment).size == 1
-    assert not is_launched(environment)
 
 
 def test_without_scontrol_the_remedy_is_named(tmp_path: Path) -> None:
@@ -214,8 +208,7 @@ def test_without_a_process_group_every_collective_is_the_identity() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("opens", "printed"),
-    [("group", "registered "), ("torch", "registered "), ("nothing", "registered taken apart ")],
+    ("opens", "printed"), [("group", "registered "), ("nothing", "registered taken apart ")]
 )
 def test_a_process_that_loaded_torch_leaves_with_its_interpreter_whole(
     opens: str, printed: str

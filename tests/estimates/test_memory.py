@@ -18,7 +18,7 @@ from support.fronted_models import FRONTS, fronted_spec
 from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
-from support.tiny_training import make_inputs
+from support.tiny_training import Inputs, make_inputs
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -134,8 +134,11 @@ def assert_is_kept(
     return shape
 
 
-@DTYPES
-@pytest.mark.parametrize("rates", [DROPOUT, NO_DROPOUT], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize(
+    ("dtype", "rates"),
+    [(torch.float32, DROPOUT), (torch.bfloat16, DROPOUT), (torch.bfloat16, NO_DROPOUT)],
+    ids=["fp32", "bf16", "bf16, no dropout"],
+)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -159,8 +162,10 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
     assert_is_kept(spec, full_batch(spec), dtype, rates=rates)
 
 
-@DTYPES
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [(torch.float32, "relu"), (torch.bfloat16, "relu"), (torch.bfloat16, "gelu")],
+)
 @pytest.mark.parametrize("modules", [None, *MODULES])
 def test_a_forward_pass_on_a_gpu_keeps_what_the_estimate_says_for_any_mixture_of_languages(
     modules: str | None, activation: Activation, dtype: torch.dtype
@@ -189,31 +194,31 @@ def test_scores_are_kept_where_attention_is_not_fused(dtype: torch.dtype) -> Non
 
 
 def make_recipe(
-    model: ModelConfig, *, parallel_size: int = 1, tokens: int = TOKENS, micro_batches: int = 8
+    model: ModelConfig | None = None,
+    *,
+    parallel_size: int = 1,
+    tokens: int = TOKENS,
+    micro_batches: int = 8,
 ) -> Recipe:
     return Recipe(
         name="test",
-        model=model,
+        model=model or ModelConfig(),
         batches=BatchesConfig(tokens=tokens, micro_batches=micro_batches),
         training=TrainingConfig(expert_parallel_size=parallel_size),
     )
 
 
 def estimated(
-    recipe: Recipe,
+    recipe: Recipe | None = None,
     *,
     processes: int = 1,
     ds_config: dict[str, Any] = FP32,
     vocabulary_size: int = 40,
     device: Device = "cpu",
 ) -> MemoryEstimate:
+    sizes: dict[str, Any] = {"vocabulary_size": vocabulary_size, "processes": processes}
     return estimate(
-        recipe,
-        vocabulary_size=vocabulary_size,
-        num_groups=0,
-        processes=processes,
-        ds_config=ds_config,
-        device=device,
+        recipe or make_recipe(), num_groups=0, ds_config=ds_config, device=device, **sizes
     )
 
 
@@ -272,21 +277,21 @@ def test_the_papers_dense_model_has_418_million_parameters_of_2_bytes() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizer_state_is_shared_by_all_ranks(stage: int) -> None:
-    recipe, ds_config = make_recipe(ModelConfig()), {"zero_optimization": {"stage": stage}}
-    alone = estimated(recipe, ds_config=ds_config).phases["step"]
-    shared = estimated(recipe, ds_config=ds_config, processes=8).phases["step"]
+    ds_config = {"zero_optimization": {"stage": stage}}
+    alone, shared = (
+        estimated(ds_config=ds_config, processes=ranks).phases["step"] for ranks in (1, 8)
+    )
     assert shared["parameters"] == pytest.approx(alone["parameters"], rel=1e-6)
     for name in ("master weights", "moments"):
         assert shared[name] == pytest.approx(alone[name] / 8, rel=1e-6)
 
 
 def test_zero_2_holds_fewer_gradients_between_micro_batches_than_zero_1() -> None:
-    recipe = make_recipe(ModelConfig())
     first, second = (
-        estimated(recipe, ds_config={"zero_optimization": {"stage": stage}}, processes=4)
+        estimated(ds_config={"zero_optimization": {"stage": stage}}, processes=4).phases
         for stage in (1, 2)
     )
-    assert second.phases["backward"]["gradients"] < 0.5 * first.phases["backward"]["gradients"]
+    assert second["backward"]["gradients"] < 0.5 * first["backward"]["gradients"]
 
 
 def test_expert_parallelism_divides_experts_and_nothing_else() -> None:
@@ -307,16 +312,12 @@ def test_experts_that_do_not_divide_and_unknown_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="9 experts cannot be spread over 2 ranks"):
         estimated(make_recipe(model, parallel_size=2), processes=2)
     with pytest.raises(ConfigError, match=r'grad_accum_dtype is "fp8"\. Use fp32 or bf16'):
-        estimated(
-            make_recipe(ModelConfig()),
-            ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},
-        )
+        estimated(ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}})
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
-    recipe = make_recipe(ModelConfig())
     kept, moved = (
-        estimated(recipe, processes=2, ds_config=load_ds_config(name), device="cuda")
+        estimated(processes=2, ds_config=load_ds_config(name), device="cuda")
         for name in ("zero2_bf16", "zero2_bf16_offload")
     )
     assert not kept.host
@@ -332,12 +333,9 @@ def test_memory_grows_with_tokens_until_activations_are_all_that_counts(
     name: str, device: Device
 ) -> None:
     model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
-    sizes = [
-        estimated(
-            make_recipe(model, tokens=tokens), ds_config=load_ds_config(name), device=device
-        ).device_bytes
-        for tokens in (256, 2048, 65536, 131072)
-    ]
+    recipes = (make_recipe(model, tokens=tokens) for tokens in (256, 2048, 65536, 131072))
+    given: dict[str, Any] = {"ds_config": load_ds_config(name), "device": device}
+    sizes = [estimated(recipe, **given).device_bytes for recipe in recipes]
     assert sizes == sorted(sizes)
     assert 1.5 < sizes[3] / sizes[2] < 2.0
 
@@ -365,10 +363,9 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
 
     def loss() -> Tensor:
         output = Output(F.linear(x_LD, weight_VD), ())  # keeps the logits as the model's does
-        smoothed, _ = summed_cross_entropy(
+        return summed_cross_entropy(
             output.logits_LV, labels_L, smoothing=smoothing, overwrites=True
-        )
-        return smoothed
+        )[0]
 
     recipe = make_recipe(tiny_spec().model)
     recipe = recipe.model_copy(update={"loss": LossConfig(label_smoothing=smoothing)})
@@ -405,21 +402,17 @@ def test_long_sentences_in_16_bits_cost_scores_on_cpu_only() -> None:
 @pytest.mark.parametrize("processes", [1, 4])
 def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(processes: int) -> None:
     ds_config = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    recipes = (make_recipe(micro_batches=count * processes) for count in (1, 2))
     once, twice = (
-        estimated(
-            make_recipe(ModelConfig(), micro_batches=count * processes),
-            processes=processes,
-            ds_config=ds_config,
-        )
-        for count in (1, 2)
+        estimated(recipe, processes=processes, ds_config=ds_config).phases["backward"]
+        for recipe in recipes
     )
-    backward = twice.phases["backward"]
-    assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]
+    assert twice["gradients"] - once["gradients"] == twice["parameters"]
 
 
 @pytest.mark.parametrize("ds_config", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[str, Any]) -> None:
-    phases = estimated(make_recipe(ModelConfig()), ds_config=ds_config, processes=4).phases
+    phases = estimated(ds_config=ds_config, processes=4).phases
     values = phases["step"]["master weights"]  # float32, of a quarter of the values
     for phase in ("backward", "step"):
         assert phases[phase]["gradients"] == 4 * values
@@ -430,9 +423,7 @@ def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[
 def test_micro_batches_that_share_a_pass_are_kept_together() -> None:
     def activations(per_pass: int, *, processes: int) -> int:
         found = estimated(
-            make_recipe(ModelConfig(), micro_batches=8),
-            processes=processes,
-            ds_config={**FP32, "micro_batches_per_pass": per_pass},
+            processes=processes, ds_config={**FP32, "micro_batches_per_pass": per_pass}
         )
         return found.phases["backward"]["activations"]
 
@@ -481,7 +472,7 @@ micro_batches = 1
 [shards]
 max_tokens = 60
 [training]
-updates = 2000
+updates = 1000
 attention_dropout = 0.1
 [optimizer]
 warmup_updates = 1
@@ -492,8 +483,13 @@ WIDER = [
     *("model.encoder_layers=3", "model.decoder_layers=3", "model.width=128", "model.num_heads=4"),
     *("model.feed_forward_width=512", "batches.tokens=1500", "training.updates=20"),
 ]
-WARM = 300
+WARM = 200
 """Updates after which memory is flat."""
+
+
+@pytest.fixture(scope="module")
+def many_lines(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), lengths=(1, 60), times=100)
 
 
 @pytest.mark.slow
@@ -502,20 +498,19 @@ WARM = 300
     ("ds_config", "changes"),
     [
         ("cpu_fp32", []),
-        ("cpu_bf16", ["training.updates=600"]),
+        ("cpu_bf16", ["training.updates=400"]),
         ("cpu_fp32", WIDER),
         ("cpu_fp32", ["batches.tokens=64000", "training.updates=4"]),
     ],
-    ids=["2000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
+    ids=["1000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
 )
 def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
-    ds_config: str, changes: list[str], tmp_path: Path
+    many_lines: Inputs, ds_config: str, changes: list[str], tmp_path: Path
 ) -> None:
     """Batches of nearly as many shapes as updates, in a process of their own."""
-    inputs = make_inputs(tmp_path, lengths=(1, 60), times=100)
     (tmp_path / "tiny.toml").write_text(TINY)
     command = f"{sys.executable} -m pipeline pretrain --recipe tiny.toml --out model".split()
-    command += [f"--{name}={getattr(inputs, name).directory}" for name in ("shards", "mixture")]
+    command += [f"--{name}={getattr(many_lines, name).directory}" for name in ("shards", "mixture")]
     command += [f"--ds-config={ds_config}", *(f"--set={change}" for change in changes)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -525,4 +520,4 @@ def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     found = estimated(recipe, ds_config=load_ds_config(ds_config), vocabulary_size=264)
     assert found.device_bytes / 2**30 == pytest.approx(max(peaks.values()), rel=0.15)
     if WARM in peaks:
-        assert max(peaks.values()) - peaks[WARM] < 0.02
+        assert max(peaks.values()) - peaks[WARM] < 0.009

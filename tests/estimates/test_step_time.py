@@ -184,8 +184,14 @@ def test_the_counted_exchanges_are_those_of_a_micro_batch(
     assert sorted(found.exchanged) == sorted(exchanged)
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["padded", "grouped"])
+SHARED_BY_LANGUAGE = {**BY_LANGUAGE, "shared": True}
+
+
+@pytest.mark.parametrize(
+    ("capability", "recomputes"),
+    [((8, 0), True), ((9, 0), False)],
+    ids=["padded, recomputed", "grouped"],
+)
 @pytest.mark.parametrize(
     ("moe", "modules", "objective", "waits"),
     [
@@ -193,8 +199,8 @@ def test_the_counted_exchanges_are_those_of_a_micro_batch(
         (CAPACITY, None, "cross_entropy", 3),
         (None, BY_LANGUAGE, "cross_entropy", 2),
         (DROPLESS, BY_LANGUAGE, "cross_entropy", 3 + 2),
-        (None, {**BY_LANGUAGE, "shared": True}, "fuse_distillation", 2),
-        (DROPLESS, {**BY_LANGUAGE, "shared": True}, "fuse_distillation", 2 * 3 + 2),
+        (None, SHARED_BY_LANGUAGE, "fuse_distillation", 2),
+        (DROPLESS, SHARED_BY_LANGUAGE, "fuse_distillation", 2 * 3 + 2),
     ],
     ids=["dropless", "capacity", "languages", "both", "languages distilled", "both distilled"],
 )

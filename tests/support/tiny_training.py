@@ -4,13 +4,14 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,11 +32,13 @@ from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.saving import ValidationResult
 from support.corpora import bytes_of, make_corpus, writing
+from support.process_pool import ProcessPool
 from support.stage_runs import make_call, run_stage
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
 UPDATES = 6
+Train = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -54,32 +57,18 @@ def make_recipe(**training: Any) -> Recipe:
     settings: dict[str, Any] = {
         "name": "tiny",
         "model": {
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "width": 16,
-            "feed_forward_width": 32,
-            "num_heads": 2,
-            "max_positions": 64,
+            **{"encoder_layers": 1, "decoder_layers": 1, "width": 16, "feed_forward_width": 32},
+            **{"num_heads": 2, "max_positions": 64},
             "moe": {"num_experts": 4, "every": 1, "decoder_router": "language_group"},
         },
-        "batches": {
-            "tokens": 60,
-            "micro_batches": 4,
-            "window_steps": 2,
-            "evaluation_tokens": 60,
-        },
+        "batches": {"tokens": 60, "micro_batches": 4, "window_steps": 2, "evaluation_tokens": 60},
         "optimizer": {
-            "learning_rate": 0.01,
+            **{"learning_rate": 0.01, "clip_norm": 1.0},
             "warmup_updates": min(2, training.get("updates", UPDATES) - 1),
-            "clip_norm": 1.0,
         },
         "training": {
-            "updates": UPDATES,
-            "dropout": 0.1,
-            "attention_dropout": 0.1,
-            "expert_parallel_size": 2,
-            "validate_every": 2,
-            "checkpoint_every": 2,
+            **{"updates": UPDATES, "dropout": 0.1, "attention_dropout": 0.1},
+            **{"expert_parallel_size": 2, "validate_every": 2, "checkpoint_every": 2},
             "resource_thresholds": [10, 30],
             **training,
         },
@@ -170,6 +159,17 @@ def pretrain(
         except Interrupted as stopped:
             return str(stopped)
     return "done"
+
+
+def trainer(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    """Return a function that trains at two ``ranks`` ``by`` pretrain, unless told otherwise."""
+
+    def train(out_dir: Path, recipe: Recipe | None = None, *more: Any, **options: Any) -> list[Any]:
+        pool: ProcessPool = request.getfixturevalue(f"pool{options.pop('ranks', 2)}")
+        by = options.pop("by", pretrain)
+        return pool.run(by, inputs, out_dir, recipe or make_recipe(), *more, **options)
+
+    return train
 
 
 @contextmanager

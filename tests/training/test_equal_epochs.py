@@ -12,12 +12,7 @@ import pytest
 from support.corpora import make_corpus
 from support.process_pool import ProcessPool, RankFailed
 from support.stage_runs import make_call, run_stage
-from support.tiny_training import (
-    Inputs,
-    make_inputs,
-    make_recipe,
-    pretrain,
-)
+from support.tiny_training import Inputs, changed, make_recipe, pretrain
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split
@@ -120,11 +115,10 @@ def test_a_model_of_bytes_makes_the_updates_of_the_recipe_and_others_make_fewer(
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_after_the_same_updates(
-    made: dict[str, dict[str, Artifact]], pool1: ProcessPool, tmp_path: Path
+    made: dict[str, dict[str, Artifact]], inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
     expected = made["pieces"]["mixture"].statistics["updates"]
-    groups = make_inputs(tmp_path / "other").groups
-    inputs, recipe = Inputs(**made["pieces"], groups=groups), recipe_of("pieces")
+    inputs, recipe = Inputs(**made["pieces"], groups=inputs.groups), recipe_of("pieces")
     pool1.run(pretrain, inputs, tmp_path / "model", recipe, terminate_at=(0, 3))
     assert pool1.run(pretrain, inputs, tmp_path / "model", recipe) == ["done"]
     model = open_artifact(tmp_path / "model", kind="checkpoint")
@@ -134,7 +128,7 @@ def test_an_interrupted_run_ends_after_the_same_updates(
 
 @pytest.mark.slow
 def test_a_run_that_is_beyond_its_updates_in_bytes_is_refused(
-    made: dict[str, dict[str, Artifact]], pool1: ProcessPool, tmp_path: Path
+    made: dict[str, dict[str, Artifact]], inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
     """32 updates of bytes are 4 of pieces, fewer than are done, though the number is larger."""
 
@@ -142,7 +136,7 @@ def test_a_run_that_is_beyond_its_updates_in_bytes_is_refused(
         training = recipe_of("pieces").training.model_copy(update={"updates": updates})
         return recipe_of("pieces", training=training.model_dump())
 
-    inputs = Inputs(**made["pieces"], groups=make_inputs(tmp_path / "other").groups)
+    inputs = Inputs(**made["pieces"], groups=inputs.groups)
     [stopped] = pool1.run(pretrain, inputs, tmp_path / "model", recipe(64), terminate_at=(0, 17))
     assert int(stopped.split()[3]) > 4
     with pytest.raises(RankFailed, match="updates are done, and the recipe makes 4"):
@@ -151,26 +145,26 @@ def test_a_run_that_is_beyond_its_updates_in_bytes_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("top_k", [1, 3])
 def test_a_model_with_experts_makes_the_updates_that_have_the_flop_of_a_dense_model(
-    pool1: ProcessPool, tmp_path: Path, top_k: int
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
-    inputs, recipe = make_inputs(tmp_path / "inputs"), make_recipe(updates=30, updates_of="dense")
-    assert recipe.model.moe is not None
-    experts = recipe.model.moe.model_copy(update={"top_k": top_k})
-    updates = {}
-    for name, moe in (("dense", None), ("experts", experts)):
-        model = recipe.model.model_copy(update={"moe": moe})
-        pool1.run(pretrain, inputs, tmp_path / name, recipe.model_copy(update={"model": model}))
-        checkpoint = open_artifact(tmp_path / name, kind="checkpoint")
-        updates[name] = checkpoint.statistics["updates"]
+    recipe = make_recipe(updates=30, updates_of="dense", validate_every=30, checkpoint_every=30)
+    moe, updates = recipe.model.moe, {}
+    assert moe is not None
+    for top_k in (0, 1, 3):
+        experts = moe.model_copy(update={"top_k": top_k}) if top_k else None
+        out_dir, changed_recipe = tmp_path / str(top_k), changed(recipe, "model", moe=experts)
+        pool1.run(pretrain, inputs, out_dir, changed_recipe)
+        checkpoint = open_artifact(out_dir, kind="checkpoint")
+        updates[top_k] = checkpoint.statistics["updates"]
         assert checkpoint.manifest.config["training"]["updates"] == 30, "the recipe as it was given"
-    assert updates["dense"] == 30
+    assert updates[0] == 30
     pieces = load_tokenizer(tokenizer_folder(inputs.shards)).size
     attention, feed_forward, output = 16 * 16 * 4, 2 * 16 * 32, 16 * pieces
     dense = 3 * attention + 2 * feed_forward + output
-    further = 2 * (top_k - 1) * feed_forward + 2 * 16 * experts.num_experts  # experts and routers
-    assert updates["experts"] == pytest.approx(30 * dense / (dense + further), abs=1)
+    for top_k in (1, 3):
+        further = 2 * (top_k - 1) * feed_forward + 2 * 16 * moe.num_experts  # experts and routers
+        assert updates[top_k] == pytest.approx(30 * dense / (dense + further), abs=1)
 
 
 @pytest.mark.parametrize("updates", [19, 20])

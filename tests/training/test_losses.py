@@ -25,38 +25,30 @@ def log_probability(model: Transformer, example: Example, *, after: int, token: 
 
 
 @pytest.mark.parametrize("scheme", ["src-tgt", "tgt"])
-def test_every_target_token_and_the_end_is_predicted_and_the_prompt_is_not(
-    scheme: TagScheme,
+@pytest.mark.parametrize("tag_is_label", [False, True])
+def test_every_target_token_and_the_end_is_predicted_and_a_forced_tag_if_it_is_a_label(
+    scheme: TagScheme, tag_is_label: bool
 ) -> None:
+    """The tag is predicted from the source; all else of the prompt is given."""
     spec = tiny_spec().model_copy(update={"tag_scheme": scheme})
     model = tiny_model(spec)
     examples = random_examples(spec, sentences=3, seed=1, shortest=1, longest=5)
-    expected = 0.0
+    expected, labels = 0.0, 0
     for example in examples:
-        for position, token in enumerate([*map(int, example.target), EOS_ID]):
+        tokens = [*map(int, example.target), EOS_ID]
+        labels += len(tokens)
+        for position, token in enumerate(tokens):
             expected -= log_probability(model, example, after=position, token=token)
-    batch = collate(examples, eos_id=EOS_ID)
+        start, *tags = example.decoder_prompt
+        for tag in tags * tag_is_label:
+            labels += 1
+            untagged = replace(example, decoder_prompt=(start,))
+            expected -= log_probability(model, untagged, after=0, token=tag)
+    batch = collate(examples, eos_id=EOS_ID, tag_is_label=tag_is_label)
     terms = translation_loss(model, batch, LossConfig())
     assert terms.cross_entropy.item() == pytest.approx(expected, rel=1e-5)
     assert terms.objective.item() == pytest.approx(expected, rel=1e-5)
-    assert batch.num_labels == sum(len(example.target) + 1 for example in examples)
-
-
-def test_the_forced_tag_is_predicted_from_the_source_where_it_is_a_label() -> None:
-    spec = tiny_spec()
-    model = tiny_model(spec)
-    examples = random_examples(spec, sentences=3, seed=1, shortest=1, longest=5)
-    expected = 0.0
-    for example in examples:
-        start, tag = example.decoder_prompt
-        untagged = replace(example, decoder_prompt=(start,))
-        expected -= log_probability(model, untagged, after=0, token=tag)
-        for position, token in enumerate([*map(int, example.target), EOS_ID]):
-            expected -= log_probability(model, example, after=position, token=token)
-    batch = collate(examples, eos_id=EOS_ID, tag_is_label=True)
-    terms = translation_loss(model, batch, LossConfig())
-    assert terms.cross_entropy.item() == pytest.approx(expected, rel=1e-5)
-    assert batch.num_labels == sum(len(example.target) + 2 for example in examples)
+    assert (terms.balance.item(), batch.num_labels) == (0, labels)
 
 
 def test_the_objective_weighs_the_router_losses_by_the_labels() -> None:
@@ -100,12 +92,3 @@ def test_the_balance_loss_reaches_every_router() -> None:
     for router in routers:
         assert router.grad is not None
         assert router.grad.abs().max() > 1e-4
-
-
-def test_a_dense_model_has_no_balance_loss() -> None:
-    spec = tiny_spec()
-    terms = translation_loss(
-        tiny_model(spec), random_batch(spec, sentences=2, seed=1), LossConfig()
-    )
-    assert terms.balance.item() == 0
-    assert terms.objective.item() == terms.cross_entropy.item()

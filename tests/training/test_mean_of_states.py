@@ -1,6 +1,5 @@
 """A training whose result is the mean of its last states, against sums of those by hand."""
 
-import json
 import math
 import os
 import re
@@ -16,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.folder_listing import names_in
-from support.process_pool import ProcessPool, RankFailed
+from support.process_pool import RankFailed
 from support.stage_runs import make_call
 from support.tiny_training import (
     Inputs,
+    Train,
     assert_same_tensors,
     changed,
     make_recipe,
@@ -28,6 +28,7 @@ from support.tiny_training import (
     read_state,
     read_weights,
     scripted_validations,
+    trainer,
 )
 from torch import Tensor
 
@@ -84,11 +85,21 @@ def assert_is_mean(out_dir: Path, updates: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(inputs: Inputs, pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    return trainer(request, inputs)
+
+
+@pytest.fixture(scope="module")
+def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained without a stop, on two ranks that share the experts."""
     out_dir = tmp_path_factory.mktemp("straight") / "model"
-    pool2.run(pretrain, inputs, out_dir, recipe_of())
+    train(out_dir, recipe_of())
     return out_dir
+
+
+@pytest.fixture
+def out_dir(tmp_path: Path) -> Path:
+    return tmp_path / "model"
 
 
 @pytest.fixture
@@ -154,19 +165,20 @@ def test_a_state_that_is_gone_is_named_and_one_still_to_come_is_not() -> None:
 
 
 @pytest.mark.slow
-def test_the_result_is_the_mean_in_double_precision_rounded_once(straight: Path) -> None:
+def test_the_result_is_the_mean_in_double_precision_rounded_once(
+    straight: Path, tmp_path: Path
+) -> None:
+    """The command line makes the same of the same states; keep_last is 1."""
     assert_is_mean(straight, AVERAGED)
     assert any(".experts.3." in name for name in read_weights(straight))
     made = open_artifact(straight, kind="checkpoint")
     assert (made.statistics["averaged"], made.statistics["averaged_updates"]) == (3, AVERAGED)
     assert made.statistics["updates"] == UPDATES
     assert "update" not in made.statistics
-
-
-def test_it_is_what_the_command_line_makes_of_the_same_states(
-    straight: Path, tmp_path: Path
-) -> None:
-    average_states(straight.parent / "model.run", last=3, out_dir=tmp_path / "mean")
+    folder = straight.parent / "model.run"
+    assert state_names(folder) == [f"update-{update:07d}" for update in AVERAGED]
+    assert "mean" not in names_in(folder)
+    average_states(folder, last=3, out_dir=tmp_path / "mean")
     assert diff(straight, tmp_path / "mean").identical
 
 
@@ -174,18 +186,20 @@ def test_what_is_said_of_it_is_of_the_mean_and_not_of_the_best_weights(
     straight: Path, inputs: Inputs
 ) -> None:
     made = open_artifact(straight, kind="checkpoint")
-    validations = [
-        one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "validation"
-    ]
-    found = made.statistics["perplexity"]
-    assert found not in [one["perplexity"] for one in validations]
-    best = min(one["perplexity"] for one in validations)
+    perplexities = validated(straight)
+    found, best = made.statistics["perplexity"], min(perplexities)
+    assert found not in perplexities
     assert summary_of(straight) == (
         f"took the mean of the weights after updates 4, 6, 7: its validation perplexity is "
         f"{found:.3f}, the lowest of one update's weights {best:.3f}"
     )
     assert math.isclose(perplexity_of(inputs, straight), found, rel_tol=1e-5)
     assert read_routing(made, read_spec(made)).routed_LGE.sum() > 0
+
+
+def validated(out_dir: Path) -> list[float]:
+    records = read_metrics(out_dir / "metrics.jsonl")
+    return [one["perplexity"] for one in records if one["kind"] == "validation"]
 
 
 def perplexity_of(inputs: Inputs, out_dir: Path) -> float:
@@ -203,17 +217,10 @@ def perplexity_of(inputs: Inputs, out_dir: Path) -> float:
     return math.exp(total / labels)
 
 
-def test_the_states_that_it_needs_are_kept_and_nothing_else_stays(straight: Path) -> None:
-    """keep_last is 1."""
-    folder = straight.parent / "model.run"
-    assert state_names(folder) == [f"update-{update:07d}" for update in AVERAGED]
-    assert "mean" not in names_in(folder)
-
-
 def test_one_rank_takes_the_mean_of_states_of_two_as_those_do(
-    straight: Path, unpublished: Path, inputs: Inputs, pool1: ProcessPool
+    train: Train, straight: Path, unpublished: Path
 ) -> None:
-    assert pool1.run(pretrain, inputs, unpublished, recipe_of()) == ["done"]
+    assert train(unpublished, recipe_of(), ranks=1) == ["done"]
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
     ours, theirs = (
         open_artifact(out_dir, kind="checkpoint").statistics["perplexity"]
@@ -224,10 +231,9 @@ def test_one_rank_takes_the_mean_of_states_of_two_as_those_do(
 
 @pytest.mark.slow
 def test_a_mean_of_bf16_training_is_of_the_weights_that_the_optimizer_holds(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+    train: Train, out_dir: Path
 ) -> None:
-    out_dir, recipe = tmp_path / "model", recipe_of(updates=2, checkpoint_every=1)
-    pool2.run(pretrain, inputs, out_dir, recipe, ds_config="cpu_bf16")
+    train(out_dir, recipe_of(updates=2, checkpoint_every=1), ds_config="cpu_bf16")
     assert_is_mean(out_dir, [1, 2])
     weights = read_weights(out_dir).values()
     assert any(not torch.equal(value, value.bfloat16().float()) for value in weights)
@@ -235,9 +241,8 @@ def test_a_mean_of_bf16_training_is_of_the_weights_that_the_optimizer_holds(
 
 @pytest.mark.slow
 def test_language_modules_on_different_ranks_and_what_is_not_trained_are_in_the_mean(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+    train: Train, out_dir: Path
 ) -> None:
-    out_dir = tmp_path / "model"
     plain = recipe_of(updates=2, checkpoint_every=1, patience=9, best_by_route="shared")
     document = plain.model_dump()
     document["model"] |= {
@@ -246,18 +251,9 @@ def test_language_modules_on_different_ranks_and_what_is_not_trained_are_in_the_
         "embedding": {"input": "frozen", "output": "untied"},
     }
     document["loss"] |= {"objective": "fuse_distillation"}
-    pool2.run(pretrain, inputs, out_dir, Recipe.model_validate(document))
+    train(out_dir, Recipe.model_validate(document))
     assert_is_mean(out_dir, [1, 2])
     assert any(".of_language.de." in name for name in read_weights(out_dir))
-
-
-def test_a_run_with_fewer_states_takes_all_of_them_and_says_so(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
-) -> None:
-    out_dir = tmp_path / "model"
-    pool1.run(pretrain, inputs, out_dir, recipe_of(updates=3, average_last=5))
-    assert_is_mean(out_dir, [2, 3])
-    assert "after updates 2, 3; 5 were asked for: its" in summary_of(out_dir)
 
 
 # Stopped, killed, gone on with
@@ -265,14 +261,13 @@ def test_a_run_with_fewer_states_takes_all_of_them_and_says_so(
 
 @pytest.mark.slow
 def test_a_run_stopped_between_two_states_has_the_mean_of_one_that_was_not(
-    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+    train: Train, straight: Path, out_dir: Path
 ) -> None:
     """The stop leaves a state after update 5, which is none of those of the mean."""
-    out_dir = tmp_path / "model"
-    pool2.run(pretrain_stopped_after, inputs, out_dir, recipe_of("last"), update=5)
-    folder = tmp_path / "model.run"
+    train(out_dir, recipe_of("last"), by=pretrain_stopped_after, update=5)
+    folder = out_dir.parent / "model.run"
     assert state_names(folder) == [f"update-{update:07d}" for update in (2, 4, 5)]
-    assert pool2.run(pretrain, inputs, out_dir, recipe_of("last")) == ["done"] * 2
+    assert train(out_dir, recipe_of("last")) == ["done"] * 2
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
     assert names_in(folder / "states") == [f"update-{UPDATES:07d}"]
 
@@ -296,14 +291,14 @@ def pretrain_stopped_after(
 
 @pytest.mark.slow
 def test_a_stop_while_the_mean_is_validated_saves_nothing_over_the_last_state(
-    inputs: Inputs, straight: Path, unpublished: Path, pool2: ProcessPool
+    train: Train, straight: Path, unpublished: Path
 ) -> None:
     before = read_state(unpublished, UPDATES)
-    said = pool2.run(pretrain, inputs, unpublished, recipe_of(), terminate_at=(1, 1))
+    said = train(unpublished, recipe_of(), terminate_at=(1, 1))
     assert {one.split(",")[0] for one in said} == {f"stopped after update {UPDATES} of {UPDATES}"}
     assert not unpublished.exists()
     assert_same_tensors(read_state(unpublished, UPDATES), before)
-    assert pool2.run(pretrain, inputs, unpublished, recipe_of()) == ["done"] * 2
+    assert train(unpublished, recipe_of()) == ["done"] * 2
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
 
 
@@ -320,21 +315,17 @@ def pretrain_dying(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep_states", ["none", "last"])
-@pytest.mark.parametrize("at", ["published_weights", "_summary"])
+@pytest.mark.parametrize(
+    ("keep_states", "at"), [("none", "_summary"), ("last", "published_weights")]
+)
 def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
-    inputs: Inputs,
-    straight: Path,
-    unpublished: Path,
-    pool1: ProcessPool,
-    keep_states: str,
-    at: str,
+    train: Train, straight: Path, unpublished: Path, keep_states: str, at: str
 ) -> None:
     recipe = recipe_of(keep_states)
     with pytest.raises(RankFailed, match="killed"):
-        pool1.run(pretrain_dying, inputs, unpublished, recipe, at=at)
+        train(unpublished, recipe, ranks=1, by=pretrain_dying, at=at)
     assert not unpublished.exists()
-    assert pool1.run(pretrain, inputs, unpublished, recipe) == ["done"]
+    assert train(unpublished, recipe, ranks=1) == ["done"]
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
     left = names_in(unpublished.parent)
     assert left == (["model"] if keep_states == "none" else ["model", "model.run"])
@@ -343,37 +334,22 @@ def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_more_updates_from_its_last_state_and_not_from_the_mean(
-    inputs: Inputs, unpublished: Path, pool2: ProcessPool, tmp_path: Path
+    train: Train, unpublished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tmp_path / "model.run", tmp_path / "plain.run")
-    pool2.run(pretrain, inputs, unpublished, recipe_of(updates=8))
-    pool2.run(pretrain, inputs, tmp_path / "plain", recipe_of(updates=8, average_last=0))
+    train(unpublished, recipe_of(updates=8))
+    train(tmp_path / "plain", recipe_of(updates=8, average_last=0))
     assert_same_tensors(read_state(unpublished, 8), read_state(tmp_path / "plain", 8))
     assert_is_mean(unpublished, [4, 6, 8])
 
 
 @pytest.mark.slow
-def test_a_run_whose_states_are_gone_is_refused_before_it_goes_on(
-    inputs: Inputs, unpublished: Path, pool2: ProcessPool
-) -> None:
-    shutil.rmtree(unpublished.parent / "model.run" / "states" / "update-0000004")
-    words = r"model\.run: training\.average_last is 3, .* any more: 4; lower it to 2, or begin anew"
-    with pytest.raises(RankFailed, match=words):
-        pool2.run(pretrain, inputs, unpublished, recipe_of(updates=8))
-    assert names_in(unpublished.parent / "model.run" / "states")[-1] == "update-0000007"
-    fewer = recipe_of(updates=8, average_last=2)
-    assert pool2.run(pretrain, inputs, unpublished, fewer) == ["done"] * 2
-    assert_is_mean(unpublished, [6, 8])
-
-
-@pytest.mark.slow
 def test_the_mean_of_a_run_that_ends_early_is_of_its_last_states(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+    train: Train, out_dir: Path
 ) -> None:
     """Nothing lower was found after update 3, so that it ends after 5, where no state is due."""
-    out_dir = tmp_path / "model"
     recipe = recipe_of(patience=2, validate_every=1, average_last=2, best_by="high")
-    pool2.run(pretrain_scripted, inputs, out_dir, recipe)
+    train(out_dir, recipe, by=pretrain_scripted)
     assert open_artifact(out_dir, kind="checkpoint").statistics["averaged_updates"] == [4, 5]
     assert_is_mean(out_dir, [4, 5])
     assert re.search(r"perplexity on high-resource pairs is [\d.]+,", summary_of(out_dir))
@@ -389,30 +365,18 @@ def pretrain_scripted(world: World, inputs: Inputs, out_dir: Path, recipe: Recip
 
 def test_how_often_states_are_saved_decides_a_mean_and_nothing_else() -> None:
     for average_last, decides in ((0, False), (2, True)):
-        configs = [
-            make_call(
-                "pretrain",
-                make_recipe(checkpoint_every=every, average_last=average_last),
-                {},
-                Path("x"),
-            ).config
-            for every in (2, 3)
-        ]
+        recipes = (
+            make_recipe(checkpoint_every=every, average_last=average_last) for every in (2, 3)
+        )
+        configs = [make_call("pretrain", recipe, {}, Path("x")).config for recipe in recipes]
         one, other = (STAGES["pretrain"].deciding(config) for config in configs)
         changes = setting_changes(one, other)
         assert changes == (["training.checkpoint_every: 2 → 3"] if decides else [])
 
 
-def test_without_it_no_manifest_says_anything_of_a_mean(
-    inputs: Inputs, unpublished: Path, pool1: ProcessPool
-) -> None:
+def test_without_it_no_manifest_says_anything_of_a_mean(train: Train, unpublished: Path) -> None:
     """A run that was to be averaged, and is not any more, gives its best weights."""
-    pool1.run(pretrain, inputs, unpublished, recipe_of(average_last=0))
+    train(unpublished, recipe_of(average_last=0), ranks=1)
     made = open_artifact(unpublished, kind="checkpoint")
     assert not {"averaged", "averaged_updates"} & made.statistics.keys()
-    best = [
-        json.loads(line)
-        for line in (unpublished / "metrics.jsonl").read_text().splitlines()
-        if '"validation"' in line
-    ]
-    assert made.statistics["perplexity"] == min(one["perplexity"] for one in best)
+    assert made.statistics["perplexity"] == min(validated(unpublished))

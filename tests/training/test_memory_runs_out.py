@@ -5,36 +5,38 @@ The rehearsal runs on CPU, where a fake raises what torch raises on a GPU.
 
 import io
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.process_pool import ProcessPool
 from support.tiny_training import (
     Inputs,
+    Train,
     assert_same_runs,
     make_recipe,
     pretrain,
     sharing_passes,
+    trainer,
 )
 
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.training.engine import Engine
 
 pytestmark = pytest.mark.slow
 
-RECIPE = make_recipe(expert_parallel_size=1)
-
 
 def with_little_memory(
     world: World,
     inputs: Inputs,
     out_dir: Path,
-    ds_config: str,
+    recipe: Recipe,
     *,
+    ds_config: str,
     rank: int,
     most: int,
     method: str = "rehearse",
@@ -58,36 +60,35 @@ def with_little_memory(
         actual = getattr(Engine, method)
         with mock.patch.object(Engine, method, failing):
             try:
-                ended = pretrain(world, inputs, out_dir, RECIPE, ds_config=ds_config)
+                ended = pretrain(world, inputs, out_dir, recipe, ds_config=ds_config)
             except ConfigError as error:
                 ended = str(error)
     return ended, rehearsed, printed.getvalue()
 
 
-@pytest.mark.parametrize(("size", "before", "after"), [(1, 4, 2), (2, 2, 1)])
+@pytest.fixture(scope="module")
+def train(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    return partial(trainer(request, inputs), recipe=make_recipe(expert_parallel_size=1))
+
+
+@pytest.mark.parametrize(("ranks", "before", "after"), [(1, 4, 2), (2, 2, 1)])
 def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
-    request: pytest.FixtureRequest,
-    inputs: Inputs,
-    tmp_path: Path,
-    size: int,
-    before: int,
-    after: int,
+    train: Train, tmp_path: Path, ranks: int, before: int, after: int
 ) -> None:
-    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
     ds_config, out_dir = sharing_passes(tmp_path, before), tmp_path / "model"
-    results = pool.run(with_little_memory, inputs, out_dir, ds_config, rank=size - 1, most=after)
-    assert [ended for ended, _, _ in results] == ["done"] * size
+    fault: dict[str, Any] = {"by": with_little_memory, "rank": ranks - 1, "most": after}
+    results = train(out_dir, ranks=ranks, ds_config=ds_config, **fault)
+    assert [ended for ended, _, _ in results] == ["done"] * ranks
     assert results[-1][1] == [after]
-    assert results[0][1] == ([before, after] if size > 1 else [after])
+    assert results[0][1] == ([before, after] if ranks > 1 else [after])
     said = (
         f"{out_dir}: a GPU has too little memory for passes of {before} micro-batches; a pass now "
         f"has {after} (micro_batches_per_pass in the ds_config).\n"
     )
     assert said in results[0][2]
     assert all("memory" not in printed for _, _, printed in results[1:])
-    straight = tmp_path / "straight"
-    ds_config = sharing_passes(tmp_path, after)
-    assert pool.run(pretrain, inputs, straight, RECIPE, ds_config=ds_config) == ["done"] * size
+    straight, ds_config = tmp_path / "straight", sharing_passes(tmp_path, after)
+    assert train(straight, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     assert_same_runs(out_dir, straight)
 
 
@@ -101,12 +102,11 @@ def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
     ],
 )
 def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path, method: str, per_pass: int, fewer: str
+    train: Train, tmp_path: Path, method: str, per_pass: int, fewer: str
 ) -> None:
     ds_config, out_dir = sharing_passes(tmp_path, per_pass), tmp_path / "model"
-    [(ended, _, _)] = pool1.run(
-        with_little_memory, inputs, out_dir, ds_config, rank=0, most=0, method=method
-    )
+    fault: dict[str, Any] = {"by": with_little_memory, "rank": 0, "most": 0, "method": method}
+    [(ended, _, _)] = train(out_dir, ranks=1, ds_config=ds_config, **fault)
     micro_batches = "4 micro-batches" if fewer else "1 micro-batch"
     assert ended == (
         f"{out_dir}: a GPU has too little memory for a pass of {micro_batches}. Set {fewer}"

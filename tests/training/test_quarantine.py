@@ -1,6 +1,7 @@
 """Micro-batches whose gradients are not finite: found, recorded, and left out for good."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -18,6 +19,7 @@ from support.stage_runs import make_call
 from support.tiny_training import (
     UPDATES,
     Inputs,
+    Train,
     assert_same_runs,
     assert_same_tensors,
     changed,
@@ -26,11 +28,12 @@ from support.tiny_training import (
     read_metrics,
     read_weights,
     sharing_passes,
+    trainer,
 )
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.run_folders import set_aside
+from pipeline.artifacts.manifest import run_dir
 from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
@@ -63,34 +66,26 @@ ALONE = World(0, 1, 0, 1, "127.0.0.1", 1)
 # ---------------------------------------------------------------- who did it
 
 
-def verdict(micro_batch: int | None, *, own: bool = True, experts: bool = True) -> Verdict:
-    return Verdict(micro_batch, is_finite=own, of_experts_is_finite=experts)
+KINDS = {"fine": (True, True), "bad": (False, False), "experts": (True, False)}
+"""Whether the own gradient and the experts' are finite."""
 
 
-def test_the_micro_batch_is_named_whose_own_gradient_is_not_finite() -> None:
-    verdicts = [
-        [verdict(3), verdict(0, own=False, experts=False)],
-        [verdict(2), verdict(1, experts=False)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0}
+def verdicts_of(rank: str) -> list[Verdict]:
+    """Return the verdicts of a rank's turns, such as "3 fine, none bad"."""
+    turns = [turn.split() for turn in rank.split(", ")]
+    return [Verdict(None if n == "none" else int(n), *KINDS[kind]) for n, kind in turns]
 
 
-def test_of_ranks_that_share_experts_all_are_named_where_only_those_tell() -> None:
-    verdicts = [
-        [verdict(0, experts=False)],
-        [verdict(1, experts=False)],
-        [verdict(2)],
-        [verdict(3)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0, 1}
-
-
-def test_a_stand_in_is_never_named_and_clears_the_others_of_its_turn() -> None:
-    verdicts = [
-        [verdict(0, own=False, experts=False), verdict(2, experts=False)],
-        [verdict(1, experts=False), verdict(None, own=False, experts=False)],
-    ]
-    assert culprits(verdicts, sharing=2) == {0}
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ("3 fine, 0 bad | 2 fine, 1 experts", {0}),
+        ("0 experts | 1 experts | 2 fine | 3 fine", {0, 1}),  # the ranks that share experts
+        ("0 bad, 2 experts | 1 experts, none bad", {0}),  # a stand-in clears its turn
+    ],
+)
+def test_the_micro_batch_is_named_whose_gradient_is_not_finite(ranks: str, named: set[int]) -> None:
+    assert culprits([*map(verdicts_of, ranks.split(" | "))], sharing=2) == named
 
 
 def test_lines_are_told_by_direction_and_counted_from_one() -> None:
@@ -267,6 +262,17 @@ def large_epsilon(recipe: Recipe) -> Recipe:
 
 
 @pytest.fixture(scope="module")
+def train(request: pytest.FixtureRequest, inputs: Inputs, sentence: Sentence) -> Train:
+    """Train with the poison."""
+
+    def run(out_dir: Path, recipe: Recipe | None = None, **options: Any) -> list[str]:
+        options = {"by": pretrain_poisoned, **options}
+        return trainer(request, inputs)(out_dir, recipe or skipping_recipe(), sentence, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def expected(
     inputs: Inputs, sentence: Sentence, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tensor]:
@@ -302,25 +308,21 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel_size", "per_pass"),
-    [(1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 1, 1), (1, 1, 3), (2, 2, 2)],
+    ("ranks", "parallel_size", "per_pass"), [(1, 1, 3), (2, 2, 1), (3, 1, 1), (2, 2, 2)]
 )
 def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
-    request: pytest.FixtureRequest,
+    train: Train,
     inputs: Inputs,
     sentence: Sentence,
     expected: dict[str, Tensor],
     tmp_path: Path,
-    size: int,
+    ranks: int,
     parallel_size: int,
     per_pass: int,
 ) -> None:
     recipe = large_epsilon(skipping_recipe(expert_parallel_size=parallel_size))
-    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
-    out_dir = tmp_path / "model"
-    ds_config = sharing_passes(tmp_path, per_pass)
-    done = pool.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, ds_config=ds_config)
-    assert done == ["done"] * size
+    out_dir, ds_config = tmp_path / "model", sharing_passes(tmp_path, per_pass)
+    assert train(out_dir, recipe, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     steps = planned(data_of(inputs, recipe, tmp_path))
     assert recorded(out_dir) == where(steps, sentence)
     assert 0 < len(where(steps, sentence)) < UPDATES
@@ -328,24 +330,35 @@ def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert (found[name] - value).abs().max() < 1e-5, name
-    records = read_metrics(out_dir / "metrics.jsonl")
-    for update, step in enumerate(steps, start=1):
-        without = {index for number, index in recorded(out_dir) if number == update}
+    for record, step in zip(train_records(out_dir), steps, strict=True):
+        without = {index for number, index in recorded(out_dir) if number == record["update"]}
         labels = sum(b.num_labels for i, b in enumerate(step.micro_batches) if i not in without)
-        [record] = [r for r in records if r["kind"] == "train" and r["update"] == update]
         assert record["target_tokens"] == labels
 
 
 @pytest.fixture(scope="module")
-def straight(
-    inputs: Inputs,
-    sentence: Sentence,
-    pool2: ProcessPool,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("straight") / "model"
-    pool2.run(pretrain_poisoned, inputs, out_dir, skipping_recipe(), sentence)
+    train(out_dir)
     return out_dir
+
+
+@pytest.fixture(scope="module")
+def killed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed after the record."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.raises(RankFailed, match="killed between record and update"):
+        train(folder / "model", dies_on_record=True)
+    return folder
+
+
+@pytest.fixture
+def out_dir(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+def train_records(out_dir: Path) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(out_dir / "metrics.jsonl") if r["kind"] == "train"]
 
 
 def test_the_model_names_what_it_was_not_trained_on(straight: Path, sentence: Sentence) -> None:
@@ -359,125 +372,79 @@ def test_the_model_names_what_it_was_not_trained_on(straight: Path, sentence: Se
 
 
 def test_a_run_killed_after_the_record_makes_the_same_updates_when_it_is_resumed(
-    inputs: Inputs, sentence: Sentence, straight: Path, pool2: ProcessPool, tmp_path: Path
+    train: Train, straight: Path, killed: Path, tmp_path: Path
 ) -> None:
-    out_dir, recipe = tmp_path / "model", skipping_recipe()
-    with pytest.raises(RankFailed, match="killed between record and update"):
-        pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, dies_on_record=True)
-    assert recorded(tmp_path / "model.run") == recorded(straight)[:1]
-    assert pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence) == ["done"] * 2
+    out_dir = shutil.copytree(killed, tmp_path / "copy") / "model"
+    assert recorded(run_dir(out_dir)) == recorded(straight)[:1]
+    assert train(out_dir) == ["done"] * 2
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
     assert recorded(out_dir) == recorded(straight)
 
 
 def test_the_record_decides_on_any_ranks_though_the_cause_is_gone_and_the_setting_off(
-    inputs: Inputs,
-    sentence: Sentence,
-    straight: Path,
-    pool1: ProcessPool,
-    pool2: ProcessPool,
-    tmp_path: Path,
+    inputs: Inputs, straight: Path, killed: Path, pool1: ProcessPool, tmp_path: Path
 ) -> None:
-    out_dir, (update, micro_batch) = tmp_path / "model", recorded(straight)[0]
-    with pytest.raises(RankFailed, match="killed between record and update"):
-        pool2.run(
-            pretrain_poisoned, inputs, out_dir, skipping_recipe(), sentence, dies_on_record=True
-        )
+    out_dir = shutil.copytree(killed, tmp_path / "copy") / "model"
+    update, micro_batch = recorded(straight)[0]
     pool1.run(pretrain, inputs, out_dir, skipping_recipe(skip_nonfinite_after=0))
     assert recorded(out_dir) == [(update, micro_batch)]
-    found, expected = (
-        [r for r in read_metrics(path / "metrics.jsonl") if r["kind"] == "train"][:update]
-        for path in (out_dir, straight)
-    )
+    found, expected = (train_records(path)[:update] for path in (out_dir, straight))
     for record, wanted in zip(found, expected, strict=True):
         assert record["target_tokens"] == wanted["target_tokens"]
         for name in ("loss", "gradient_norm"):
             assert record[name] == pytest.approx(wanted[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("call", [2, 3, 6])
+@pytest.mark.parametrize("call", [3, 6])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_quarantine(
-    inputs: Inputs,
-    sentence: Sentence,
-    straight: Path,
-    pool2: ProcessPool,
-    tmp_path: Path,
-    call: int,
+    train: Train, straight: Path, out_dir: Path, call: int
 ) -> None:
-    out_dir, recipe = tmp_path / "model", skipping_recipe()
-    stopped = pool2.run(
-        pretrain_poisoned, inputs, out_dir, recipe, sentence, terminate_at=(1, call)
-    )
+    stopped = train(out_dir, terminate_at=(1, call))
     assert all(ending.startswith("stopped after update") for ending in stopped)
-    assert pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence) == ["done"] * 2
+    assert train(out_dir) == ["done"] * 2
     assert_same_runs(out_dir, straight)
     assert recorded(out_dir) == recorded(straight)
 
 
 def test_a_gradient_that_is_finite_at_the_next_try_leaves_nothing_out(
-    inputs: Inputs, sentence: Sentence, pool2: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
-    recipe = skipping_recipe()
-    pool2.run(pretrain, inputs, tmp_path / "sound", recipe)
-    pool2.run(pretrain_poisoned, inputs, tmp_path / "model", recipe, sentence, times=1)
+    for name, times in (("sound", 0), ("model", 1)):
+        train(tmp_path / name, times=times)
     assert_same_tensors(read_weights(tmp_path / "model"), read_weights(tmp_path / "sound"))
     assert not (tmp_path / "model" / "quarantine.jsonl").exists()
 
 
-def test_without_the_setting_training_ends_and_names_it(
-    inputs: Inputs, sentence: Sentence, pool2: ProcessPool, tmp_path: Path
-) -> None:
-    recipe = skipping_recipe(skip_nonfinite_after=0)
+def test_without_the_setting_training_ends_and_names_it(train: Train, out_dir: Path) -> None:
     with pytest.raises(RankFailed, match=r"update 3 is not a number.*skip_nonfinite_after"):
-        pool2.run(pretrain_poisoned, inputs, tmp_path / "model", recipe, sentence)
-    assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
-    assert not (tmp_path / "model").exists()
+        train(out_dir, skipping_recipe(skip_nonfinite_after=0))
+    assert not (run_dir(out_dir) / "quarantine.jsonl").exists()
+    assert not out_dir.exists()
 
 
 def test_a_model_that_spoils_every_micro_batch_ends_the_run(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+    inputs: Inputs, pool2: ProcessPool, out_dir: Path
 ) -> None:
-    recipe = skipping_recipe()
-    recipe = changed(recipe, "optimizer", learning_rate=1e38, warmup_updates=1)
+    recipe = changed(skipping_recipe(), "optimizer", learning_rate=1e38, warmup_updates=1)
     with pytest.raises(RankFailed, match="not some of its micro-batches alone"):
-        pool2.run(pretrain, inputs, tmp_path / "model", recipe)
-    assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
+        pool2.run(pretrain, inputs, out_dir, recipe)
+    assert not (run_dir(out_dir) / "quarantine.jsonl").exists()
 
 
-def test_training_ends_before_it_leaves_too_much_out(
-    inputs: Inputs, sentence: Sentence, pool2: ProcessPool, tmp_path: Path
-) -> None:
-    out_dir, recipe = tmp_path / "model", skipping_recipe()
+def test_training_ends_before_it_leaves_too_much_out(train: Train, out_dir: Path) -> None:
     with pytest.raises(RankFailed, match=r"update 3 is not a number.*all of the last 1 updates"):
-        pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, most_in_a_row=1)
-    assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
-    pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence)
-    assert recorded(out_dir)[0][0] == 3
-
-
-def test_a_run_that_begins_anew_forgets_the_quarantine(
-    inputs: Inputs, sentence: Sentence, pool2: ProcessPool, tmp_path: Path
-) -> None:
-    out_dir, recipe = tmp_path / "model", skipping_recipe()
-    pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, terminate_at=(0, 6))
-    assert (tmp_path / "model.run" / "quarantine.jsonl").exists()
-    other = changed(recipe, "optimizer", learning_rate=0.02)
-    set_aside(out_dir)
-    pool2.run(pretrain, inputs, out_dir, other)
-    assert not (out_dir / "quarantine.jsonl").exists()
+        train(out_dir, most_in_a_row=1)
+    assert not (run_dir(out_dir) / "quarantine.jsonl").exists()
 
 
 def test_in_fp16_what_no_loss_scale_mends_is_left_out_and_the_scale_taken_up_again(
-    inputs: Inputs, sentence: Sentence, straight: Path, pool2: ProcessPool, tmp_path: Path
+    train: Train, straight: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "fp16.json"
+    path, out_dir = tmp_path / "fp16.json", tmp_path / "model"
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000}
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
-    out_dir, recipe = tmp_path / "model", skipping_recipe()
-    pool2.run(
-        pretrain_poisoned, inputs, out_dir, recipe, sentence, in_fp16=True, ds_config=str(path)
-    )
+    train(out_dir, in_fp16=True, ds_config=str(path))
     assert recorded(out_dir) == recorded(straight)
-    train = [r for r in read_metrics(out_dir / "metrics.jsonl") if r["kind"] == "train"]
-    assert [record["loss_scale"] for record in train] == [2.0**8] * UPDATES
-    assert train[-1]["overflows"] == 0
+    records = train_records(out_dir)
+    assert [record["loss_scale"] for record in records] == [2.0**8] * UPDATES
+    assert records[-1]["overflows"] == 0

@@ -28,7 +28,17 @@ from pipeline.training.metrics import MetricsLog
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
-CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
+CONFIG: dict[str, dict[str, object]] = {
+    "training": {"updates": 10, "seed": 1},
+    "model": {"width": 16},
+}
+
+
+def trained(**settings: object) -> dict[str, object]:
+    """Return the configuration with changed settings of training."""
+    return {**CONFIG, "training": {**CONFIG["training"], **settings}}
+
+
 FULL_DISK = OSError(errno.ENOSPC, "full")
 SHARDS = InputRecord(kind="shards", path="/shards", digest="a" * 64)
 
@@ -78,19 +88,8 @@ def test_a_run_goes_on_from_its_highest_complete_state(tmp_path: Path) -> None:
         save(directory, update)
     assert directory.state_names() == ["update-0000020", "update-0000900", "update-0001000"]
     assert resumed_update(directory) == 1000
-
-
-def test_the_folder_is_a_sibling_of_the_result(tmp_path: Path) -> None:
-    save(run_directory(tmp_path), 1)
-    assert names_in(tmp_path) == ["model.run"]
-
-
-def test_states_without_manifest_do_not_count(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    save(directory, 10)
-    save(directory, 20)
-    (directory.states_dir / "update-0000020" / "manifest.json").unlink()
-    assert resumed_update(directory) == 10
+    (directory.states_dir / "update-0001000" / "manifest.json").unlink()
+    assert resumed_update(directory) == 900
 
 
 def test_leftovers_of_a_killed_write_are_removed_and_said(
@@ -111,37 +110,26 @@ def test_leftovers_of_a_killed_write_are_removed_and_said(
     assert all(f"{leftover}: unfinished, removed" in error for leftover in leftovers)
 
 
-def test_best_weights_and_curves_of_a_run_without_a_state_are_begun_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_state", [False, True])
+def test_best_weights_and_curves_of_a_run_are_kept_if_it_has_a_state(
+    tmp_path: Path, has_state: bool
+) -> None:
     directory = run_directory(tmp_path)
+    if has_state:
+        save(directory, 10)
     leave_best_and_metrics(directory)
-    assert resumed_update(directory) is None
-    assert not directory.best_dir.exists()
-    assert not directory.metrics_path.exists()
-
-
-def test_best_weights_and_curves_of_a_run_with_a_state_are_kept(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    save(directory, 10)
-    leave_best_and_metrics(directory)
-    assert resumed_update(directory) == 10
-    assert directory.best_dir.exists()
-    assert directory.metrics_path.exists()
+    assert resumed_update(directory) == (10 if has_state else None)
+    assert directory.best_dir.exists() == directory.metrics_path.exists() == has_state
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another setting": (
-        {"config": {**CONFIG, "training": {"updates": 10, "seed": 2}}},
-        r"training\.seed: 1 → 2",
-    ),
+    "another setting": ({"seed": 2}, r"training\.seed: 1 → 2"),
     "fewer updates than are done": (
-        {"config": {**CONFIG, "training": {"updates": 9, "seed": 1}}},
+        {"updates": 9},
         r"training\.updates: 10 → 9, where 10 are done",
     ),
-    "a setting more": (
-        {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "dropout": 0.25}}},
-        r"training\.dropout: 0\.3 → 0\.25",
-    ),
-    "another input": ({"digest": "b" * 64}, "shards: a{64} → b{64}"),
+    "a setting more": ({"dropout": 0.25}, r"training\.dropout: 0\.3 → 0\.25"),
+    "another input": ({}, "shards: a{64} → b{64}"),
 }
 
 
@@ -153,7 +141,8 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     directory = run_directory(tmp_path)
     save(directory, 10)
     leave_best_and_metrics(directory)
-    changed = run_directory(tmp_path, **change)
+    digest = SHARDS.digest if change else "b" * 64
+    changed = run_directory(tmp_path, config=trained(**change), digest=digest)
     with pytest.raises(CheckpointError, match=rf"\({words}\)\. .* or pass --overwrite"):
         changed.resume_from()
     assert resumed_update(directory) == 10
@@ -165,9 +154,9 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     "config",
     [
         {**CONFIG, "ds_config": {"zero_optimization": {"stage": 2}}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "expert_parallel_size": 4}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "checkpoint_every": 4, "keep_last": 9}},
-        {**CONFIG, "training": {"updates": 10, "seed": 1, "validate_every": 4}},
+        trained(expert_parallel_size=4),
+        trained(checkpoint_every=4, keep_last=9),
+        trained(validate_every=4),
     ],
     ids=["ds_config", "expert_parallel_size", "states", "validation"],
 )
@@ -192,15 +181,12 @@ def test_a_run_goes_on_where_only_its_machine_or_intervals_changed(
 def test_more_updates_go_on_and_what_becomes_of_the_learning_rate_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, said: str
 ) -> None:
-    optimizer = {
-        "schedule": schedule,
-        "learning_rate": 0.02,
-        "final_learning_rate": 0.005,
-        "warmup_updates": 4,
-    }
-    config = {**CONFIG, "optimizer": optimizer, "training": {"updates": 8, "seed": 1}}
-    save(run_directory(tmp_path, config={**config, "training": {"updates": 10}}), 6)
-    longer = {**config, "training": {"updates": 14, "seed": 1}}
+    rates = {"learning_rate": 0.02, "final_learning_rate": 0.005, "warmup_updates": 4}
+    shorter, longer = (
+        {**trained(updates=updates), "optimizer": {"schedule": schedule, **rates}}
+        for updates in (10, 14)
+    )
+    save(run_directory(tmp_path, config=shorter), 6)
     assert resumed_update(run_directory(tmp_path, config=longer)) == 6
     (line,) = capsys.readouterr().err.splitlines()
     assert "goes on after update 6 to 14 updates instead of 10; " in line
@@ -217,14 +203,6 @@ def test_the_kept_weights_may_be_of_a_later_update_than_the_last_state(tmp_path:
     directory.write(directory.best_dir, kind="checkpoint", write=write)
     assert directory.best_after(8) == {}
     assert directory.best_after(7) == {"best_update": 8, "best_perplexity": 3.5}
-
-
-def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
-    directory = run_directory(tmp_path)
-    for update in (10, 20, 30):
-        save(directory, update)
-        directory.prune(keep_last=2)
-    assert directory.state_names() == ["update-0000020", "update-0000030"]
 
 
 # ---------------------------------------------------------------- one writer at a time
@@ -292,11 +270,6 @@ def write_with_others(
     return state.names()
 
 
-def test_all_ranks_add_their_files_to_one_state(pool2: ProcessPool, tmp_path: Path) -> None:
-    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_with_others, tmp_path, None) == [names, names]
-
-
 def failure_of(
     world: World,
     tmp_path: Path,
@@ -353,57 +326,38 @@ def test_any_other_error_on_one_rank_is_an_error_on_all_that_says_what_it_was(
     assert f"rank {rank}" in messages[0]
 
 
-def write_slowly(world: World, tmp_path: Path) -> list[str]:
-    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already."""
+def write_slowly(world: World, tmp_path: Path, in_background: bool) -> tuple[bool, list[str]]:
+    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already.
+
+    Return whether the state was there while rank 1 was still writing, and its files at the end.
+    """
     directory = run_directory(tmp_path, world=world)
 
     def write(writer: ArtifactWriter) -> None:
         path = writer.path(f"optimizer/{part_prefix(world.rank)}000")
-        if world.rank == 0:
-            path.write_text("0")
+        temporary = path.with_name(".tmpAbCdEf") if world.rank else path
+        temporary.write_text(str(world.rank))
+        if not in_background:
             wait_for_all()
-            return
-        temporary = path.with_name(".tmpAbCdEf")
-        temporary.write_text("1")
-        wait_for_all()
-        time.sleep(0.3)
+        time.sleep(0.5 * world.rank)
         temporary.rename(path)
 
     out_dir = directory.states_dir / "update-0000001"
-    directory.write(out_dir, kind="training_state", write=write)
+    directory.write(out_dir, kind="training_state", write=write, in_background=in_background)
+    directory.publish_written()
+    early = in_background and out_dir.exists()
+    directory.wait()
     state = open_artifact(out_dir, kind="training_state")
     state.check()
-    return state.names()
+    return early, state.names()
 
 
-def test_a_rank_that_is_done_does_not_take_the_unfinished_files_of_another_for_its_own(
-    pool2: ProcessPool, tmp_path: Path
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_state_appears_when_all_ranks_are_done_and_none_takes_unfinished_files_of_another(
+    pool2: ProcessPool, tmp_path: Path, in_background: bool
 ) -> None:
     names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_slowly, tmp_path) == [names, names]
-
-
-def write_in_background(world: World, tmp_path: Path) -> tuple[bool, list[str]]:
-    """Whether the state was there while one rank was still writing, and its files at the end."""
-    directory = run_directory(tmp_path, world=world)
-
-    def write(writer: ArtifactWriter) -> None:
-        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
-        time.sleep(0.5 * world.rank)
-
-    out_dir = directory.states_dir / "update-0000001"
-    directory.write(out_dir, kind="training_state", write=write, in_background=True)
-    directory.publish_written()
-    early = out_dir.exists()
-    directory.wait()
-    return early, open_artifact(out_dir, kind="training_state").names()
-
-
-def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
-    pool2: ProcessPool, tmp_path: Path
-) -> None:
-    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
-    assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
+    assert pool2.run(write_slowly, tmp_path, in_background) == [(False, names)] * 2
 
 
 # ---------------------------------------------------------------- attempts that were given up

@@ -124,12 +124,8 @@ def test_states_are_due_at_intervals_and_at_the_end_where_one_is_needed(
     recipe = make_recipe(updates=5, checkpoint_every=2, average_last=average_last)
     recipe = changed(recipe, "saving", keep_states=keep_states)
     one = saving(HeldTensors(), NotedWrites(tmp_path), recipe, world=world_of())
-    found = [
-        update
-        for update in range(1, 6)
-        if one.is_state_due(Position(update=update), is_done=update == 5)
-    ]
-    assert found == due
+    positions = map(Position, range(1, 6))
+    assert [p.update for p in positions if one.is_state_due(p, is_done=p.update == 5)] == due
 
 
 @pytest.mark.parametrize(("size", "parallel_size"), [(1, 1), (3, 1), (2, 2), (4, 2), (4, 4)])

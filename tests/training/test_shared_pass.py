@@ -15,13 +15,10 @@ from support.fronted_models import FRONTS, fronted_spec
 from support.passes import join
 from support.plain_training import MOE, micro_batches
 from support.sigmoid_router import SigmoidRouter
-from support.tiny_models import random_batch, tiny_model, tiny_spec
+from support.tiny_models import tiny_model, tiny_spec
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
-from pipeline.kernels import pointwise
-from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -108,8 +105,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rates", [Regularization(), NOISY], ids=["plain", "noisy"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        *[(name, NOISY) for name in SPECS],
+        *[(name, Regularization()) for name in ("moe", "capacity", "distilled")],
+    ],
+)
 def test_a_shared_pass_is_the_sum_of_its_micro_batches(name: str, rates: Regularization) -> None:
     spec, more = SPECS[name]
     loss = LossConfig.model_validate({**LOSS, **more})
@@ -184,72 +186,3 @@ def test_a_routers_own_balance_loss_is_that_of_separate_passes(moe: MoEConfig) -
     found, found_gradients = run(model, [join(batches)], LossConfig.model_validate(LOSS))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert_close(found_gradients, expected_gradients)
-
-
-class CountingOperators(TorchDispatchMode):
-    """Counts operators other than views and allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.count += not (func.is_view or "empty" in func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("prioritized", [True, False])
-def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: bool) -> None:
-    """Off the CPU, where every operator is a launch."""
-    spec = tiny_spec(moe=TIGHT.model_copy(update={"batch_prioritized": prioritized}))
-    model = tiny_model(spec).to(torch.bfloat16).to("meta").train()
-    counts = []
-    for number in (2, 9):
-        batches = [random_batch(spec, sentences=2, seed=seed) for seed in range(number)]
-        joined = join([batch.keyed(1) for batch in batches]).to(torch.device("meta"))
-        pointwise.shared_ones.cache_clear()
-        with CountingOperators() as counter:  # type: ignore[no-untyped-call]
-            training_loss(model, joined, LossConfig.model_validate(LOSS)).objective.backward()
-        counts.append(counter.count)
-        model.zero_grad()
-    assert counts[0] == counts[1] > 0
-
-
-def test_capacity_is_that_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens: list[int] = []
-    original = capacity.expert_capacity
-
-    def noting(num_tokens: int, **options: Any) -> int:
-        tokens.append(num_tokens)
-        return original(num_tokens, **options)
-
-    monkeypatch.setattr(layer, "expert_capacity", noting)
-    spec = SPECS["capacity"][0]
-    model = tiny_model(spec).train()
-    batches = [random_batch(spec, sentences=2 + 3 * index, seed=index) for index in range(2)]
-    model(join(batches))
-    assert tokens == [len(b.source_N) for b in batches] + [len(b.target_N) for b in batches]
-
-
-def test_joined_sentences_keep_their_places() -> None:
-    spec = tiny_spec()
-    batches = [
-        random_batch(spec, sentences=3, seed=1, longest=4),
-        random_batch(spec, sentences=2, seed=2, longest=9),
-        random_batch(spec, sentences=1, seed=3, longest=2),
-    ]
-    joined = join(batches)
-    assert joined.num_sentences == 6
-    assert joined.num_labels == sum(batch.num_labels for batch in batches)
-    for side in ("source", "target"):
-        packing = getattr(joined, side)
-        parts = [getattr(batch, side) for batch in batches]
-        lengths = [n for part in parts for n in part.bound_B.diff().tolist()]
-        assert packing.bound_B.diff().tolist() == lengths
-        assert packing.bound_B.dtype == parts[0].bound_B.dtype
-        assert packing.mask_BT.sum(1).tolist() == lengths
-        assert packing.position_N.tolist() == [i for n in lengths for i in range(n)]
-        assert packing.sentence_N.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
-    followed = joined.target_N[joined.label_rows_L]
-    assert followed.tolist() == [
-        int(token) for batch in batches for token in batch.target_N[batch.label_rows_L]
-    ]

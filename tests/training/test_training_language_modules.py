@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.process_pool import ProcessPool, RankFailed
+from support.process_pool import RankFailed
 from support.tiny_training import (
     Inputs,
+    Train,
     assert_same_tensors,
     make_recipe,
-    pretrain,
     read_metrics,
     read_weights,
+    trainer,
 )
 
 from pipeline.config.recipe import Recipe
@@ -42,15 +43,20 @@ def recipe_of(name: str, *, moe: dict[str, object] | None = None, **training: An
     return Recipe.model_validate(document)
 
 
+@pytest.fixture(scope="module")
+def train(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+    return trainer(request, inputs)
+
+
 def test_two_ranks_with_shares_of_the_languages_make_the_model_of_one(
-    inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     recipe = recipe_of("language_experts", updates=3, expert_parallel_size=2)
-    assert pool1.run(pretrain, inputs, tmp_path / "one", recipe) == ["done"]
-    stopped = pool2.run(pretrain, inputs, tmp_path / "two", recipe, terminate_at=(0, 2))
+    assert train(tmp_path / "one", recipe, ranks=1) == ["done"]
+    stopped = train(tmp_path / "two", recipe, terminate_at=(0, 2))
     assert all("stopped after update" in said for said in stopped)
-    assert pool2.run(pretrain, inputs, tmp_path / "two", recipe) == ["done"] * 2
-    assert pool2.run(pretrain, inputs, tmp_path / "straight", recipe) == ["done"] * 2
+    assert train(tmp_path / "two", recipe) == ["done"] * 2
+    assert train(tmp_path / "straight", recipe) == ["done"] * 2
     one, two, straight = (read_weights(tmp_path / run) for run in ("one", "two", "straight"))
     assert_same_tensors(two, straight)
     # gradients of key biases are pure rounding, which Adam divides by
@@ -64,26 +70,23 @@ def test_two_ranks_with_shares_of_the_languages_make_the_model_of_one(
         assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["distilled", "clsr"])
 def test_a_run_that_is_stopped_and_resumed_is_the_same_to_the_last_bit(
-    name: str, inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     """Noise on gates comes from the number of the update, and is the same after a stop."""
-    recipe = recipe_of(name, updates=3)
-    pool1.run(pretrain, inputs, tmp_path / "straight", recipe)
-    stopped = pool1.run(pretrain, inputs, tmp_path / "resumed", recipe, terminate_at=(0, 2))
+    recipe = recipe_of("clsr", updates=3)
+    train(tmp_path / "straight", recipe, ranks=1)
+    stopped = train(tmp_path / "resumed", recipe, ranks=1, terminate_at=(0, 2))
     assert "stopped after update" in stopped[0]
-    assert pool1.run(pretrain, inputs, tmp_path / "resumed", recipe) == ["done"]
+    assert train(tmp_path / "resumed", recipe, ranks=1) == ["done"]
     straight, resumed = (read_weights(tmp_path / run) for run in ("straight", "resumed"))
     assert_same_tensors(resumed, straight)
 
 
-def test_both_routes_are_validated_and_one_of_them_chooses(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
-) -> None:
+def test_both_routes_are_validated_and_one_of_them_chooses(train: Train, tmp_path: Path) -> None:
     for route in ("specific", "shared"):
         recipe = recipe_of("distilled", best_by_route=route, updates=2)
-        pool1.run(pretrain, inputs, tmp_path / route, recipe)
+        train(tmp_path / route, recipe, ranks=1)
     by_specific, by_shared = (
         read_metrics(tmp_path / route / "metrics.jsonl")[-1] for route in ("specific", "shared")
     )
@@ -96,12 +99,12 @@ def test_both_routes_are_validated_and_one_of_them_chooses(
 
 
 def test_experts_stand_beside_language_modules_on_any_topology(
-    inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     moe: dict[str, object] = {"num_experts": 4, "every": 1}
     recipe = recipe_of("low_rank", moe=moe, updates=2, expert_parallel_size=2)
-    pool1.run(pretrain, inputs, tmp_path / "one", recipe)
-    pool2.run(pretrain, inputs, tmp_path / "two", recipe)
+    for ranks, name in ((1, "one"), (2, "two")):
+        train(tmp_path / name, recipe, ranks=ranks)
     one, two = (read_weights(tmp_path / run) for run in ("one", "two"))
     assert any(".self_attention.query.low_rank." in name for name in one)
     assert any(".experts.3." in name for name in one)
@@ -111,7 +114,7 @@ def test_experts_stand_beside_language_modules_on_any_topology(
 
 
 def test_text_in_a_language_without_a_module_is_refused_before_training(
-    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     """As where a model pruned to some languages is trained on with the shards of all."""
     recipe = recipe_of("low_rank")
@@ -120,5 +123,5 @@ def test_text_in_a_language_without_a_module_is_refused_before_training(
     pruned = Recipe.model_validate(document)
     sentence = r"text in fr, ru, for which the model has no language module: it has modules for de"
     with pytest.raises(RankFailed, match=sentence):
-        pool1.run(pretrain, inputs, tmp_path / "model", pruned)
+        train(tmp_path / "model", pruned, ranks=1)
     assert not (tmp_path / "model.run").exists()
