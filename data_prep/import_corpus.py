@@ -46,6 +46,7 @@ from data_prep.readers.raw_text import (
     FOLDERS_REPEATED,
     ONE_SIDED,
     SPLITS,
+    UNTAGGED,
     FilesInStep,
     LinesOfPair,
     RawText,
@@ -473,6 +474,7 @@ def _left_out(totals: Totals) -> str:
         (COLUMNS_IGNORED, "column", "not named like a language"),
         (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
+        (UNTAGGED, "segment", "without a language code, or with a private one (x-…)"),
     ):
         if counts[name]:
             names = f" ({listed(map(shown, names_of[name]))})" if name in names_of else ""
