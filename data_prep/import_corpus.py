@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Self, TextIO, assert_never
 
 from data_prep.raw_lines import (
     MALFORMED,
@@ -114,6 +114,8 @@ def read_raw(call: StageCall) -> RawText:
             return read_moses(raw, config)
         case "listed":
             return read_listed(raw, config)
+        case unknown:
+            assert_never(unknown)
 
 
 @dataclass(frozen=True)

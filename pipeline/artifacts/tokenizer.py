@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, assert_never
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from sentencepiece import SentencePieceProcessor
@@ -331,6 +331,8 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((target_token,), (tokenizer.eos_id,))
         case "src-suffix-tgt":
             return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
+        case unknown:
+            assert_never(unknown)
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:

@@ -12,7 +12,7 @@ width, L predicted tokens, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +127,8 @@ def stopping_rule(config: DecodingConfig) -> StoppingRule:
             return FairseqRule()
         case "huggingface":
             return HuggingFaceRule()
+        case unknown:
+            assert_never(unknown)
 
 
 def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: int) -> int:

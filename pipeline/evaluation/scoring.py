@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import numpy as np
 
@@ -190,6 +190,8 @@ class _Scoring:
                 )
             case "language_lid176":
                 return LanguageAccuracy.by_lid176(self.languages)
+            case unknown:
+                assert_never(unknown)
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""

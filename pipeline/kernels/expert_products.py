@@ -10,7 +10,7 @@ tokens, C choices per token, D model width, F hidden width, I and O width of wha
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -319,6 +319,8 @@ def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Ac
             torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)
         case "gelu":
             torch.ops.aten.gelu_backward.grad_input(*given, grad_input=d_hidden_RF)
+        case unknown:
+            assert_never(unknown)
 
 
 def _slices(rows_E: Sequence[int]) -> list[slice]:

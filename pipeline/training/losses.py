@@ -6,6 +6,7 @@ function here, a name in ``LossConfig.objective`` and a case of :func:`training_
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ def training_loss(
             return fuse_distillation_loss(model, batch, config, progress=progress)
         case "cross_entropy":
             return translation_loss(model, batch, config, progress=progress)
+        case unknown:
+            assert_never(unknown)
 
 
 def translation_loss(

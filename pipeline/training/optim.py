@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,8 @@ def learning_rate(config: OptimizerConfig, update: int, *, total_updates: int) -
             return config.final_learning_rate + span * (1 - progress)
         case "inverse_sqrt":
             return config.learning_rate * math.sqrt(max(warmup, 1) / update)
+        case unknown:
+            assert_never(unknown)
 
 
 def make_optimizer(

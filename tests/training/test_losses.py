@@ -12,7 +12,7 @@ from pipeline.batching.settings import TagScheme
 from pipeline.model.moe.routing import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import translation_loss
+from pipeline.training.losses import training_loss, translation_loss
 from pipeline.training.settings import LossConfig
 
 
@@ -109,3 +109,11 @@ def test_a_dense_model_has_no_balance_loss() -> None:
     )
     assert terms.balance.item() == 0
     assert terms.objective.item() == terms.cross_entropy.item()
+
+
+@pytest.mark.parametrize("name", ["focal", ""])
+def test_an_objective_without_a_case_is_no_loss_of_none(name: str) -> None:
+    config = LossConfig.model_construct(objective=name)  # type: ignore[arg-type]
+    batch = collate(random_examples(tiny_spec(), sentences=2, seed=1), eos_id=EOS_ID)
+    with pytest.raises(AssertionError, match=repr(name)):
+        training_loss(tiny_model(tiny_spec()), batch, config)

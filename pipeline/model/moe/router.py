@@ -7,6 +7,8 @@ one, write a class like those below, a name in :data:`pipeline.model.settings.De
 Legend: N tokens, D model width, E experts, C choices per token (top-k), G language groups.
 """
 
+from typing import assert_never
+
 import torch
 from torch import Tensor, nn
 
@@ -76,3 +78,5 @@ def build_router(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:
             return TokenRouter(moe, width=width)
         case "language_group":
             return LanguageGroupRouter(moe, width=width, num_groups=spec.num_groups)
+        case unknown:
+            assert_never(unknown)
