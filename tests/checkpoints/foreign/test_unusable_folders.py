@@ -214,7 +214,7 @@ def test_weights_that_are_no_safetensors_are_refused_with_what_to_do(
     ("value", "said"),
     [
         (torch.full((16,), torch.nan), f"{NORM} has values that are not finite numbers"),
-        (torch.full((16,), torch.inf), f"{NORM} has values that are not finite numbers"),
+        (torch.full((16,), torch.inf), "Name another checkpoint, or fetch this one again."),
         (torch.ones(16, dtype=torch.int8), "has the type torch.int8"),
     ],
     ids=["nan", "inf", "int8"],
