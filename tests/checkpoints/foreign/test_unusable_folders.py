@@ -281,6 +281,19 @@ def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
     assert "the MBartTokenizer of mBART-25" in refusal(tmp_path / "model")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_mbart_50_that_names_no_tokenizer_is_none_of_mbart_25(
+    is_there: bool, tmp_path: Path
+) -> None:
+    mbart50_folder(tmp_path)
+    expected = open_foreign(tmp_path).tokenizer
+    edit_json(tmp_path / "config.json", tokenizer_class=None)
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=None)
+    if not is_there:
+        (tmp_path / "tokenizer_config.json").unlink()
+    assert open_foreign(tmp_path).tokenizer == expected
+
+
 # ---------------------------------------------------------------- vocabularies
 
 
