@@ -131,10 +131,10 @@ class TokenizerDescription(BaseModel):
             raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
             raise ValueError("languages must be sorted and differ from each other")
-        if self.numbering is not None and set(self.numbering.language_tokens) != set(
-            self.languages
+        if self.numbering is not None and not (
+            set(self.languages) <= set(self.numbering.language_tokens)
         ):
-            raise ValueError("numbering.language_tokens must name the languages, and no other")
+            raise ValueError("numbering.language_tokens must name all languages")
         return self
 
     def language_token(self, code: str) -> str:
@@ -393,7 +393,8 @@ def build_tokenizer(
         language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
     else:
         vocabulary = RenumberedVocabulary(vocabulary, numbering)
-        size, language_ids = numbering.size, numbering.language_tokens
+        size = numbering.size
+        language_ids = {code: numbering.language_tokens[code] for code in languages}
     # Spellings decide no id: a vocabulary with and without them is interchangeable.
     deciding = description.model_copy(update={"token_spellings": {}})
     content = _description_bytes(deciding) + (model or b"") + (target_model or b"")
