@@ -46,6 +46,7 @@ from data_prep.readers.raw_text import (
     FOLDERS_REPEATED,
     ONE_SIDED,
     SPLITS,
+    UNTAGGED,
     FilesInStep,
     LinesOfPair,
     RawText,
@@ -62,7 +63,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
-from pipeline.errors import DataError
+from pipeline.errors import DataError, without_case
 from pipeline.languages import count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
@@ -113,6 +114,8 @@ def read_raw(call: StageCall) -> RawText:
             return read_moses(raw, config)
         case "listed":
             return read_listed(raw, config)
+        case unknown:
+            raise without_case("read_raw", unknown)
 
 
 @dataclass(frozen=True)
@@ -473,6 +476,7 @@ def _left_out(totals: Totals) -> str:
         (COLUMNS_IGNORED, "column", "not named like a language"),
         (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
+        (UNTAGGED, "segment", "without a language code, or with a private one (x-…)"),
     ):
         if counts[name]:
             names = f" ({listed(map(shown, names_of[name]))})" if name in names_of else ""

@@ -68,8 +68,8 @@ class CorpusConfig(Settings):
     files: tuple[ListedText, ...] = ()
     """Files that source ``listed`` reads, in this order."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Language → column of its text, for ``columns`` and listed files; empty: the column has the
-    name of the language, or ``translation`` holds both."""
+    """Language → column of its text, for ``columns``, ``tsv`` and listed tables; empty: the column
+    has the name of the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
     regions: Regions = "joined"

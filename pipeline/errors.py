@@ -124,3 +124,8 @@ def unwritable(what: object, error: OSError, otherwise: str) -> ArtifactError:
     return ArtifactError(
         f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or {otherwise}."
     )
+
+
+def without_case(function: str, name: object) -> ConfigError:
+    """Return the error of a name in settings for which a function has no ``case``."""
+    return ConfigError(f"{function} has no case for {name!r}. Add it.")

@@ -142,6 +142,8 @@ class Record(NamedTuple):
     texts: Mapping[str, bytes]
     """Spelling of a language → text; missing and blank texts are left out."""
     is_malformed: bool = False
+    num_untagged: int = 0
+    """Texts left out because no tag, or a private tag, says their language."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +189,7 @@ class Section:
 
 FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
 FOLDERS_REPEATED, COLUMNS_IGNORED = "folders_repeated", "columns_ignored"
+UNTAGGED = "segments_untagged"
 
 
 class SkippedText(Counter[str]):

@@ -1,10 +1,11 @@
 """Read tables with a column of text per language: TSV, Parquet, JSON lines and CSV.
 
-TSV: without a pair in the file's name, the first line names the columns; those with the name of a
-language are read, as in the table of TED talks in 59 languages (``talk_name en es pt-br …``). For a
-file with a pair in its name, ``train.de-en.tsv``, the columns ``de`` and ``en`` are read if the
-first line names them; otherwise every row has these two, in this order. A blank cell or
-``__NULL__`` is missing. There is no quoting: a row is a line.
+TSV: the first line has the columns that ``corpus.columns`` names. Without that, and without a pair
+in the file's name, the first line names the columns; those with the name of a language are read, as
+in the table of TED talks in 59 languages (``talk_name en es pt-br …``). For a file with a pair in
+its name, ``train.de-en.tsv``, the columns ``de`` and ``en`` are read if the first line names them;
+otherwise every row has these two, in this order. A blank cell or ``__NULL__`` is missing. There is
+no quoting: a row is a line.
 
 Others: the languages are named by ``corpus.columns`` (``{ de = "source", en = "target" }``), else
 by the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
@@ -83,7 +84,7 @@ def open_table(
     left_out: SkippedText,
     pair: tuple[str, str] | None = None,
 ) -> MultiwayFile:
-    """Open a table with the languages of its header (TSV) or of ``corpus.columns`` (others).
+    """Open a table with the languages of ``corpus.columns``, else of its header (TSV).
 
     Otherwise it has the languages of ``pair``, or of its name. ``left_out`` counts the columns that
     the header of a TSV table does not name like a language.
@@ -95,7 +96,7 @@ def open_table(
         raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
-        columns = _find_columns(file, pair or file.pair(), left_out)
+        columns = _find_columns(file, pair or file.pair(), config, left_out)
         languages = tuple(columns.spellings.values())
         records = partial(iterate_rows, file, columns)
     else:
@@ -145,11 +146,19 @@ def _is_text(cell: bytes) -> bool:
     return cell != MISSING and not is_blank(cell.decode(errors="replace"))
 
 
-def _find_columns(file: RawFile, pair: tuple[str, str] | None, left_out: SkippedText) -> Columns:
-    """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
+def _find_columns(
+    file: RawFile, pair: tuple[str, str] | None, config: CorpusConfig, left_out: SkippedText
+) -> Columns:
+    """Return the recipe's columns, else the header's, limited to ``pair``, else the pair's two."""
     _, first = next(_numbered_lines(file), (1, b""))
     text = first.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
     cells = [cell.strip() for cell in text.split("\t")]
+    if config.columns and first:
+        if missing := [name for name in config.columns.values() if name not in cells]:
+            raise _no_column(file, missing, cells)
+        _refuse_repeated(file, cells, config.columns.values())
+        spellings = {cells.index(column): code for code, column in config.columns.items()}
+        return Columns(spellings, width=len(cells), has_header=True)
     languages = {cell for cell in cells if is_language(cell)}
     wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
     named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
@@ -260,10 +269,14 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
         )
     if line:
         missing = [column for column in columns.values() if column not in present]
-        raise DataError(
-            f"{file.path} has no column {listed(missing)} (it has {shown(listed(present))}). Set "
-            "corpus.columns, language = column."
-        )
+        raise _no_column(file, missing, present)
+
+
+def _no_column(file: RawFile, missing: Sequence[str], present: Iterable[str]) -> DataError:
+    return DataError(
+        f"{file.path} has no column {listed(missing)} (it has {shown(listed(present))}). Set "
+        "corpus.columns, language = column."
+    )
 
 
 def _rows(file: RawFile, columns: Iterable[str]) -> Iterator[TableRow]:

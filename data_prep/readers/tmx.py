@@ -7,7 +7,8 @@ and once for all pairs of them.
 The text of a segment is what a reader sees. The native codes in ``bpt``, ``ept``, ``it``, ``ph``
 and ``ut`` are left out, with the subflows in them (``sub``: a footnote, the title of a link), which
 stand elsewhere on the page; text in ``hi`` and any other element is kept. A code that breaks a
-line, column or page becomes a space. A segment with a private tag (``x-none``) is left out.
+line, column or page becomes a space. A segment without a tag, or with a private tag (``x-none``),
+is left out and counted.
 
 A file that declares entities is refused: translation memories need none, and an entity can stand
 for more text than any memory holds, or for files of this machine. The document type that many tools
@@ -24,6 +25,7 @@ from xml.parsers import expat
 
 from data_prep.readers.raw_text import (
     ONE_SIDED,
+    UNTAGGED,
     MultiwayFile,
     RawFile,
     RawText,
@@ -68,9 +70,11 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
 
 def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> MultiwayFile:
-    """Find which languages share a file's units, and count units with fewer than two."""
+    """Find which languages share a file's units, and count units and texts that are left out."""
     together: set[frozenset[str]] = set()
     for unit in iterate_units(file.path):
+        if unit.num_untagged:
+            left_out[UNTAGGED] += unit.num_untagged
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
@@ -116,6 +120,7 @@ class UnitParser:
         self._units: list[Record] = []
         self._unit_line = 0
         self._texts: dict[str, bytes] = {}
+        self._untagged = 0
         self._language: str | None = None
         self._parts: list[bytes] = []
         self._part_bytes = 0
@@ -174,7 +179,7 @@ class UnitParser:
             self._language = self._language_of(attributes)
         elif name == "tu":
             self._unit_line = self._parser.CurrentLineNumber
-            self._texts = {}
+            self._texts, self._untagged = {}, 0
 
     def _end(self, name: str) -> None:
         if self._segment_depth:
@@ -185,7 +190,7 @@ class UnitParser:
                 between_breaks = map(bytes.strip, b"".join(self._parts).split(_BREAK))
                 self._keep(b" ".join(filter(None, between_breaks)))
         elif name == "tu":
-            self._units.append(Record(self._unit_line, self._texts))
+            self._units.append(Record(self._unit_line, self._texts, num_untagged=self._untagged))
 
     def _text(self, data: str) -> None:
         if not self._code_depth:
@@ -200,7 +205,11 @@ class UnitParser:
 
     def _keep(self, text: bytes) -> None:
         """Keep a segment of the unit, the first of several in one language."""
-        if self._language is not None and not is_blank(text.decode()):
+        if is_blank(text.decode()):
+            return
+        if self._language is None:
+            self._untagged += 1
+        else:
             self._texts.setdefault(self._language, text)
 
     def _language_of(self, attributes: dict[str, str]) -> str | None:

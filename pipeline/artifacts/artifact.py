@@ -190,7 +190,10 @@ class Artifact:
 
     def refusal(self, problem: str) -> ArtifactError:
         """Return the error about contents that its stage does not write."""
-        return ArtifactError(f"{problem}. Run stage {self.manifest.stage!r} again.")
+        return ArtifactError(
+            f"{problem}. Restore {self.directory} from a copy, or move it away and run stage "
+            f"{self.manifest.stage!r} again."
+        )
 
     def _damaged(self, path: Path | str, problem: str) -> ArtifactError:
         return ArtifactError(f"{path} {problem}. {how_to_restore(self.directory)}.")
@@ -346,9 +349,9 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     artifact = Artifact(directory=path, manifest=manifest)
     if manifest.format_version != FORMAT_VERSION[kind]:
-        raise artifact.refusal(
+        raise ArtifactError(
             f"{path} has format version {manifest.format_version}, this version of mmnmt reads "
-            f"{FORMAT_VERSION[kind]}"
+            f"{FORMAT_VERSION[kind]}. Run stage {manifest.stage!r} again."
         )
     return artifact
 

@@ -41,7 +41,7 @@ from pipeline.artifacts.vocabularies import (
 )
 from pipeline.batching.settings import TagScheme
 from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, ConfigError, without_case
 from pipeline.languages import nearest_codes
 from pipeline.terminal import counted, listed
 
@@ -131,10 +131,10 @@ class TokenizerDescription(BaseModel):
             raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
             raise ValueError("languages must be sorted and differ from each other")
-        if self.numbering is not None and set(self.numbering.language_tokens) != set(
-            self.languages
+        if self.numbering is not None and not (
+            set(self.languages) <= set(self.numbering.language_tokens)
         ):
-            raise ValueError("numbering.language_tokens must name the languages, and no other")
+            raise ValueError("numbering.language_tokens must name all languages")
         return self
 
     def language_token(self, code: str) -> str:
@@ -331,6 +331,8 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((target_token,), (tokenizer.eos_id,))
         case "src-suffix-tgt":
             return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
+        case unknown:
+            raise without_case("tags", unknown)
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:
@@ -391,7 +393,8 @@ def build_tokenizer(
         language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
     else:
         vocabulary = RenumberedVocabulary(vocabulary, numbering)
-        size, language_ids = numbering.size, numbering.language_tokens
+        size = numbering.size
+        language_ids = {code: numbering.language_tokens[code] for code in languages}
     # Spellings decide no id: a vocabulary with and without them is interchangeable.
     deciding = description.model_copy(update={"token_spellings": {}})
     content = _description_bytes(deciding) + (model or b"") + (target_model or b"")

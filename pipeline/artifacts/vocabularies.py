@@ -57,6 +57,7 @@ class Numbering(BaseModel):
     """Id of each piece of the vocabulary, in its order; None if the model does not know the
     piece."""
     language_tokens: dict[str, TokenId]
+    """Ids of the languages, and ids reserved for languages that the model lacks."""
 
     @property
     def num_unused(self) -> int:

@@ -230,7 +230,8 @@ class SplitData:
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
-                f"{self._tokenizer.size} ids. Make the shards again."
+                f"{self._tokenizer.size} ids. Restore it from a copy, or move it away and run "
+                "make_shards again."
             )
         sentences = self._languages.label(plan, source, target, begins)
         return assemble(
@@ -452,9 +453,9 @@ def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collecti
     )
     counted = line_counts(shards, split)[name]
     if {len(side) for side in sides} != {counted}:
-        raise ArtifactError(
+        raise shards.refusal(
             f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
-            f"{split}/{name}, its statistics say {counted:,}. Run make_shards again."
+            f"{split}/{name}, its statistics say {counted:,}"
         )
     files = {
         shards.directory / file: shards.manifest.files[file].size

@@ -179,7 +179,13 @@ class TensorFiles(TensorFolder):
         return super().read(name)
 
 
-def refuse_not_finite(tensor: Tensor, name: str, origin: Path) -> Tensor:
+def refuse_not_finite(
+    tensor: Tensor,
+    name: str,
+    origin: Path,
+    *,
+    fix: str = "train this one again with a lower learning rate",
+) -> Tensor:
     """Return a tensor; raise CheckpointError unless it has finite floating-point numbers."""
     if tensor.dtype not in FLOATING_TYPES:
         raise CheckpointError(
@@ -190,7 +196,7 @@ def refuse_not_finite(tensor: Tensor, name: str, origin: Path) -> Tensor:
     if not (tensor.sum().isfinite() or tensor.isfinite().all()):
         raise CheckpointError(
             f"{origin}: Tensor {name} has values that are not finite numbers. Name another "
-            "checkpoint, or train this one again with a lower learning rate."
+            f"checkpoint, or {fix}."
         )
     return tensor
 

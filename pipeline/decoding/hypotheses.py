@@ -22,7 +22,7 @@ from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, without_case
 from pipeline.model.sublayer import Residual
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, Transformer
@@ -127,6 +127,8 @@ def stopping_rule(config: DecodingConfig) -> StoppingRule:
             return FairseqRule()
         case "huggingface":
             return HuggingFaceRule()
+        case unknown:
+            raise without_case("stopping_rule", unknown)
 
 
 def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: int) -> int:

@@ -521,6 +521,8 @@ class Translator:
         if forced is None:
             return Details()
         spans = word_spans(tokens, self.tokenizer, language=part.direction.target)
+        if is_blank(self.tokenizer.decode(tokens)):  # spaces, or bytes that are not UTF-8
+            spans = []
         texts = texts_of(tokens, spans, self.tokenizer)
         scores = [round(sum(forced.log_p[index] for index in span), 4) for span in spans]
         words = tuple(Word(text, score) for text, score in zip(texts, scores, strict=True))

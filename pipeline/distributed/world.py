@@ -160,7 +160,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
             f"RANK is set in the environment but {', '.join(missing)} is not. Start with "
             "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
         )
-    return World(
+    world = World(
         rank=_integer(environment, "RANK"),
         size=_integer(environment, "WORLD_SIZE"),
         local_rank=_integer(environment, "LOCAL_RANK"),
@@ -168,6 +168,16 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
         master_address=environment["MASTER_ADDR"],
         master_port=_port(environment),
     )
+    for prefix, rank, size in (
+        ("", world.rank, world.size),
+        ("LOCAL_", world.local_rank, world.local_size),
+    ):
+        if not 0 <= rank < size:  # ranks would wait for others that never come
+            raise ConfigError(
+                f"{prefix}RANK is {rank} of {prefix}WORLD_SIZE {size}, where ranks count from 0. "
+                "Correct them, or start with --processes or torchrun."
+            )
+    return world
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:

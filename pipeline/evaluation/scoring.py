@@ -19,7 +19,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.spelling import is_blank
 from pipeline.distributed.workers import Pool, open_pool
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, ConfigError, without_case
 from pipeline.evaluation import averages, statistics, word_accuracy
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.bleu import Bleu, SpBleu
@@ -190,6 +190,8 @@ class _Scoring:
                 )
             case "language_lid176":
                 return LanguageAccuracy.by_lid176(self.languages)
+            case unknown:
+                raise without_case("_score", unknown)
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""

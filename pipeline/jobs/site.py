@@ -44,9 +44,15 @@ def _on_one_line(text: str) -> str:
     return text
 
 
+_OWN_VARIABLES = "MMNMT_SETUP MMNMT_CONTAINER MMNMT_THREADS MMNMT_MAX_RESTARTS".split()
+"""Variables by which settings reach the job script."""
+
+
 def _named(variables: dict[str, str]) -> dict[str, str]:
-    """Refuse names that bash would not take for the name of a variable, but for a command."""
+    """Refuse names that bash would not take for a variable, and variables that submit sets."""
     for name in variables:
+        if name in _OWN_VARIABLES:
+            raise ValueError(f"mmnmt submit sets {name} itself. Leave it out")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             fix = "Write letters from A to Z, digits and _"
             raise ValueError(f"{shown(json.dumps(name))} is no name of a variable. {fix}")
@@ -69,7 +75,7 @@ def _in_words(value: object) -> object:
     match value:
         case str(line):
             pass
-        # One option may hold spaces, for example in its comment, and so may a program's path.
+        # One option may hold spaces, for example in its reservation, and so may a program's path.
         case [str(line)] if _is_line(line):
             pass
         case _:
@@ -83,6 +89,24 @@ def _in_words(value: object) -> object:
 
 Words = Annotated[tuple[Line, ...], BeforeValidator(_in_words)]
 
+_OWN_OPTIONS = {
+    **{"array": "a", "chdir": "D", "comment": "", "cpus-per-task": "c", "dependency": "d"},
+    **{"error": "e", "job-name": "J", "kill-on-invalid-dep": "", "no-requeue": "", "nodes": "N"},
+    **{"ntasks": "n", "ntasks-per-node": "", "open-mode": "", "output": "o", "requeue": ""},
+    **{"test-only": "", "wrap": ""},
+}
+"""Long name → letter of the options of sbatch that contradict what ``submit`` passes or expects."""
+
+
+def _not_own(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse options of sbatch that would replace what the job needs: the last of two holds."""
+    for word in words:
+        long, letter = word.partition("=")[0].removeprefix("--"), word[1:2]
+        is_long = word.startswith("--") and long in _OWN_OPTIONS
+        if is_long or (re.match("-[^-]", word) and letter in _OWN_OPTIONS.values()):
+            raise ValueError(f"mmnmt submit sets {shown(word)} itself. Leave it out")
+    return words
+
 
 class Queue(Settings):
     """Where jobs run."""
@@ -93,7 +117,7 @@ class Queue(Settings):
     """Quality of service."""
     time: TimeLimit | None = None
     """Time limit of stages that set none; not set: the partition's."""
-    options: Words = ()
+    options: Annotated[Words, AfterValidator(_not_own)] = ()
     """Further options of sbatch, for example ``--constraint=h100``."""
     node: Node
     """Size of a node."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, without_case
 from pipeline.kernels.cpu import side_by_side
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.placement import Placement, RowSlices, combine, gather
@@ -319,6 +319,8 @@ def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Ac
             torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)
         case "gelu":
             torch.ops.aten.gelu_backward.grad_input(*given, grad_input=d_hidden_RF)
+        case unknown:
+            raise without_case("_activation_gradient_", unknown)
 
 
 def _slices(rows_E: Sequence[int]) -> list[slice]:

@@ -107,6 +107,8 @@ class Api:
         except TimeoutError:
             limit = f"{self._limits.seconds:,} seconds"
             response = _error(504, f"The request took more than {limit}. Send less text.")
+        except asyncio.CancelledError:  # Ctrl-C, and the server had been asked to end before
+            response = _error(503, "The server was stopped. Send the request again later.")
         except ClientDisconnect:
             response = _error(499, "The client has hung up.")
         except Exception:

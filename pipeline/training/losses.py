@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.batch import AnyBatch
+from pipeline.errors import without_case
 from pipeline.kernels.logits import summed_cross_entropy, summed_divergence
 from pipeline.model.moe.routing import RoutingRecord, z_loss
 from pipeline.model.transformer import Output, Trained
@@ -92,6 +93,8 @@ def training_loss(
             return fuse_distillation_loss(model, batch, config, progress=progress)
         case "cross_entropy":
             return translation_loss(model, batch, config, progress=progress)
+        case unknown:
+            raise without_case("training_loss", unknown)
 
 
 def translation_loss(

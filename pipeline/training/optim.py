@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.run_folders import LossScale
 from pipeline.distributed.world import all_max
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, without_case
 from pipeline.kernels.gradient_sums import FlatSums, add_gradients_to, squared_norm
 from pipeline.training.settings import OptimizerConfig
 
@@ -52,6 +52,8 @@ def learning_rate(config: OptimizerConfig, update: int, *, total_updates: int) -
             return config.final_learning_rate + span * (1 - progress)
         case "inverse_sqrt":
             return config.learning_rate * math.sqrt(max(warmup, 1) / update)
+        case unknown:
+            raise without_case("learning_rate", unknown)
 
 
 def make_optimizer(

@@ -146,7 +146,7 @@ def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
 ) -> None:
     with writing(tmp_path / "corpus", "corpus", "clean") as writer:
         writer.statistics.update(statistics)
-    with pytest.raises(ArtifactError, match=f"{reason}.*Run stage 'clean' again"):
+    with pytest.raises(ArtifactError, match=f"{reason}.*and run stage 'clean' again"):
         line_counts(open_artifact(tmp_path / "corpus", kind="corpus"), "train")
 
 

@@ -143,11 +143,15 @@ def test_a_group_must_be_named_where_there_are_groups_and_nowhere_else(
 # ---------------------------------------------------------------- there and back
 
 
-def test_what_is_exported_is_read_back_as_it_was(tmp_path: Path) -> None:
-    source = own_checkpoint(tmp_path / "checkpoint")
+@pytest.mark.parametrize("languages", [HUNDRED, ("de", "en"), BEYOND])
+def test_what_is_exported_is_read_back_as_it_was(
+    languages: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", languages=languages)
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     back = open_foreign(tmp_path / "out")
     assert back.spec.model == source.spec.model
+    assert back.spec.languages == languages
     ours, theirs = source.tokenizer.build(), back.tokenizer.build()
     rows = chosen_layout(entries_of(source.tokenizer, source.origin)).rows
     for line in LINES:

@@ -13,8 +13,9 @@ from pipeline.batching.batch import collate
 from pipeline.config.settings import Route
 from pipeline.decoding import hypotheses as module
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.hypotheses import Translation, forced_pass
+from pipeline.decoding.hypotheses import Translation, forced_pass, stopping_rule
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.errors import ConfigError
 from pipeline.model.parameters import named_slices
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
@@ -125,3 +126,9 @@ def test_the_routes_of_a_model_translate_differently(kind: str) -> None:
         beam_search(model, sources, DecodingConfig(route=route), eos_id=EOS_ID) for route in routes
     ]
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", ["ctranslate2", ""])
+def test_a_stopping_rule_without_a_case_is_no_rule_of_none(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no case for {name!r}"):
+        stopping_rule(DecodingConfig.model_construct(stopping=name))  # type: ignore[arg-type]

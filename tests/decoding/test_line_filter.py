@@ -23,6 +23,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_KEYBOARD
 from pipeline.decoding import line_filter
+from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.line_filter import BATCH_LINES, find_direction
 from pipeline.decoding.minimum_bayes_risk import expected_utility
 from pipeline.decoding.settings import DecodingConfig
@@ -351,6 +352,21 @@ def test_a_banned_phrase_is_in_no_translation_in_whatever_pieces(
     assert any(banned in text for text in texts(translator))
     settings = translator.config.model_copy(update={"banned": (banned,)})
     assert not any(banned in text for text in texts(Translator(checkpoint, settings)))
+
+
+@pytest.mark.parametrize("written", [b" ", b"  ", b"\xff", b""])
+def test_a_translation_without_text_has_no_words(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, written: bytes
+) -> None:
+    settings = {"word_scores": True, "alignments": True}
+    translator = Translator(checkpoint, DECODING.model_copy(update=settings))
+    first = translator.tokenizer.encode("a")[-1] - ord("a")
+    found = Translation(tuple(first + byte for byte in written), -1.0)
+    monkeypatch.setattr(translator, "search", lambda sources: [[found] for _ in sources])
+    (line,) = translator.translate([Job(Direction("de", "en"), 0, "Ja")])
+    assert line.details is not None
+    assert (line.text.strip(), line.details.words, line.details.alignment) == ("", (), ())
+    assert line.details.source_words == ("Ja",)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4])

@@ -84,6 +84,21 @@ def test_a_launcher_that_sets_only_some_variables_is_refused(absent: str) -> Non
         discover(environment)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"RANK": "4"}, "RANK is 4 of WORLD_SIZE 4"),
+        ({"RANK": "-1"}, "RANK is -1 of WORLD_SIZE 4"),
+        ({"WORLD_SIZE": "0"}, "RANK is 3 of WORLD_SIZE 0"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 of LOCAL_WORLD_SIZE 2"),
+    ],
+)
+def test_a_rank_outside_of_its_world_is_refused(changed: dict[str, str], told: str) -> None:
+    environment = World(3, 4, 1, 2, "node1", 29500).environment()
+    with pytest.raises(ConfigError, match=f"{told}, where"):
+        discover({**environment, **changed})
+
+
 @pytest.mark.parametrize("port", ["0", "65536", "-1"])
 def test_a_port_that_there_cannot_be_is_refused_under_any_launcher(port: str) -> None:
     for environment in (World(0, 2, 0, 2, "127.0.0.1", 1).environment(), SLURM):

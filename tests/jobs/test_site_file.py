@@ -181,6 +181,10 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
                 *((zero, "sbatch takes 0 as no limit. ") for zero in ("00:00:00", "0", "0-0")),
             )
         ),
+        *(
+            (f"environment = {{ {name} = '1' }}\n[node]\ncpus = 8", f"submit sets {name} itself.")
+            for name in ("MMNMT_SETUP", "MMNMT_MAX_RESTARTS")
+        ),
         ("environment = { 'A B' = '1' }\n[node]\ncpus = 8", 'environment: "A B" is no name of a'),
         ("environment = { 'X;touch Y' = '1' }\n[node]\ncpus = 8", '"X;touch Y" is no name of a'),
         ("environment = { 1A = '1' }\n[node]\ncpus = 8", 'environment: "1A" is no name of a'),
@@ -190,6 +194,10 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
             for value in ('""', '"a\\nb"', '" "', '"\\u001b"')
         ),
         ('options = ["--a", ""]\n[node]\ncpus = 8', 'options (item 2) is "". Write a line of text'),
+        *(
+            (f"options = ['--x', '{word}']\n[node]\ncpus = 8", f"sets {word} itself. Leave it out")
+            for word in ("--nodes=2", "-N2", "--job-name", "--output=x", "--requeue", "-n")
+        ),
         ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),
         ('[node]\ncpus = 8\n[cpu]\nqos = ""\nnode = { cpus = 8 }', 'cpu.qos is "". Write a line'),
         ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),
@@ -212,10 +220,10 @@ def test_white_space_around_a_limit_does_not_reach_sbatch() -> None:
 
 def test_an_option_of_sbatch_and_a_path_may_hold_spaces(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
-    words = 'options = ["--comment=a b"]\ncontainer = ["run", "a b.sif"]\n[node]\ncpus = 8'
+    words = 'options = ["--reservation=a b"]\ncontainer = ["run", "a b.sif"]\n[node]\ncpus = 8'
     path.write_text(words, encoding="utf-8")
     found = load_site(path)
-    assert (found.options, found.container) == (("--comment=a b",), ("run", "a b.sif"))
+    assert (found.options, found.container) == (("--reservation=a b",), ("run", "a b.sif"))
     program = tmp_path / "my tools"
     program.touch()
     path.write_text(f'container = ["{program}"]\n[node]\ncpus = 8', encoding="utf-8")

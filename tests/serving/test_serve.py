@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import random
 import re
 import resource
@@ -550,6 +551,24 @@ def test_sigterm_ends_the_server_after_the_open_requests_and_refuses_others(
         assert translated.count("\n") == MANY_LINES.count("\n")
         process.join(SECONDS)
         assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_the_server_ends_answers_the_open_requests_in_one_sentence(
+    checkpoint: str, first: signal.Signals
+) -> None:
+    with serving(checkpoint, "--max-characters", "9000") as (served, process):
+        stalled = served.stall(100)
+        os.kill(process.pid, first)
+        with pytest.raises(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", served.port)).close()
+                threading.Event().wait(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        answer = answer_to(stalled)
+        assert (answer.status, answer.refusal()[:22]) == (503, "The server was stopped")
+        process.join(SECONDS)
+        assert process.exitcode == 130
 
 
 @pytest.mark.parametrize(("log_name", "rounds"), [("log", 36), ("/dev/full", 1)])

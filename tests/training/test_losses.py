@@ -9,10 +9,11 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 
 from pipeline.batching.batch import Example, collate
 from pipeline.batching.settings import TagScheme
+from pipeline.errors import ConfigError
 from pipeline.model.moe.routing import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import translation_loss
+from pipeline.training.losses import training_loss, translation_loss
 from pipeline.training.settings import LossConfig
 
 
@@ -92,3 +93,11 @@ def test_the_balance_loss_reaches_every_router() -> None:
     for router in routers:
         assert router.grad is not None
         assert router.grad.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["focal", ""])
+def test_an_objective_without_a_case_is_no_loss_of_none(name: str) -> None:
+    config = LossConfig.model_construct(objective=name)  # type: ignore[arg-type]
+    batch = collate(random_examples(tiny_spec(), sentences=2, seed=1), eos_id=EOS_ID)
+    with pytest.raises(ConfigError, match=f"no case for {name!r}"):
+        training_loss(tiny_model(tiny_spec()), batch, config)

@@ -29,6 +29,7 @@ from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     FAST_TOKENIZER_FILE,
+    GENERATION_FILE,
     SENTENCEPIECE_FILE,
     SENTENCEPIECE_SPECIALS,
     SPECIAL_TOKENS_FILE,
@@ -45,7 +46,6 @@ from pipeline.model.parameters import num_parameters, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import track
 
-GENERATION_FILE = "generation_config.json"
 EMBEDDING = "embedding.weight"
 METADATA = {"format": "pt"}
 """Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""

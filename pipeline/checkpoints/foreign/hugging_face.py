@@ -64,7 +64,8 @@ def open_folder(path: Path) -> ModelSource:
         case "mbart":
             mbart = folder.described(MBartConfig)
             model = model_config(path, mbart, positions="learned", embedding_norm=True)
-            source = _open(folder, mbart, model, MBART50_TABLE, "MBartTokenizer")
+            # Its decoder starts from end-of-sentence, which mBART-25's does not.
+            source = _open(folder, mbart, model, MBART50_TABLE, "MBart50Tokenizer")
             refuse_final_bias(folder)
             return source
         case "nllb-moe":

@@ -23,7 +23,7 @@ softmax.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,6 +58,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 FAST_TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+GENERATION_FILE = "generation_config.json"
 
 CLASSES = "M2M100Tokenizer, NllbTokenizer, MBart50Tokenizer"
 SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
@@ -162,6 +163,12 @@ class _SpecialTokens(Described):
     additional_special_tokens: tuple[Token, ...] = ()
 
 
+class _Generation(Described):
+    """``generation_config.json``."""
+
+    suppress_tokens: tuple[int, ...] | None = None
+
+
 def folder_tokenizer(
     folder: ModelFolder, *, usual_class: str, size: int
 ) -> tuple[TokenizerFiles, TagScheme]:
@@ -222,13 +229,18 @@ def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:
     vocabulary = folder.read_object(VOCABULARY_FILE)
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
+    languages = {code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)}
+    absent: tuple[int, ...] = ()
+    if folder.has(GENERATION_FILE):  # an export suppresses the tokens of languages it lacks
+        absent = folder.described(_Generation, GENERATION_FILE).suppress_tokens or ()
     return numbered(
         folder.origin,
         model,
         size=size,
         specials={name: vocabulary.get(piece) for name, piece in SPECIALS.items()},
         pieces=[vocabulary.get(piece) for piece in pieces],
-        languages={code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)},
+        languages=languages,
+        reserved=[code for code, index in languages.items() if index in absent],
     )
 
 
@@ -318,6 +330,7 @@ def numbered(
     languages: Mapping[str, object],
     scheme: LanguageTokenScheme = "underscores",
     written: Mapping[str, str] | None = None,
+    reserved: Collection[str] = (),
 ) -> TokenizerFiles:
     """Return a SentencePiece model with the ids of other software.
 
@@ -330,24 +343,26 @@ def numbered(
         languages: The id of each language's token, by the spelling of the language there.
         scheme: How tokens of languages are spelled.
         written: Spelling of a language → its token, for tokens that are not spelled by ``scheme``.
+        reserved: Languages that have an id, but that the model lacks.
 
     Raises:
         CheckpointError: Ids are missing, collide or lie beyond ``size``.
     """
     codes = model_codes(languages)
     tokens = {codes[spelling]: index for spelling, index in languages.items()}
+    present = [spelling for spelling in languages if spelling not in reserved]
     try:
         numbering = Numbering.model_validate(
             {**specials, "size": size, "pieces": tuple(pieces), "language_tokens": tokens}
         )
         description = TokenizerDescription(
             kind="sentencepiece",
-            languages=tuple(sorted(tokens)),
+            languages=tuple(sorted(codes[spelling] for spelling in present)),
             language_token_scheme=scheme,
             numbering=numbering,
             token_spellings={
                 codes[spelling]: written[spelling] if written else language_token(spelling, scheme)
-                for spelling in languages
+                for spelling in present
             },
         )
     except ValidationError as error:
@@ -477,7 +492,8 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     languages = sorted(description.languages, key=tokenizer.language_token_id)
     tokens = {code: description.language_token(code) for code in languages}
     language_ids = {code: tokenizer.language_token_id(code) for code in languages}
-    used = {*specials, *language_ids.values(), *(own for own, _ in known)}
+    reserved = () if numbering is None else numbering.language_tokens.values()
+    used = {*specials, *language_ids.values(), *reserved, *(own for own, _ in known)}
     pieces = {piece: own for own, piece in known}
     _refuse_clash(origin, pieces, [*SPECIALS.values(), *tokens.values()])
     lacking = (index for index, own in enumerate(ids) if own is None)

@@ -144,7 +144,8 @@ class ForeignTensors:
                 finite or not floating-point numbers.
         """
         first, *others = self.stored_names[name]
-        value = refuse_not_finite(self.stored.read(first), first, self.origin)
+        value = self.stored.read(first)
+        value = refuse_not_finite(value, first, self.origin, fix="fetch this one again")
         for other in others:
             if not torch.equal(value, self.stored.read(other)):
                 raise CheckpointError(

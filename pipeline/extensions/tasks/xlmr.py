@@ -236,7 +236,8 @@ class Pretrained:
                 f"{self.origin} has no tensor {name}, which an XLM-R has. Restore the folder from "
                 "where it was published."
             )
-        return refuse_not_finite(self._stored.read(name), name, self.origin).float()
+        value = self._stored.read(name)
+        return refuse_not_finite(value, name, self.origin, fix="fetch this one again").float()
 
 
 def _read_config(folder: ModelFolder) -> _Config:

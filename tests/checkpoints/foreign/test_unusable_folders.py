@@ -214,7 +214,7 @@ def test_weights_that_are_no_safetensors_are_refused_with_what_to_do(
     ("value", "said"),
     [
         (torch.full((16,), torch.nan), f"{NORM} has values that are not finite numbers"),
-        (torch.full((16,), torch.inf), f"{NORM} has values that are not finite numbers"),
+        (torch.full((16,), torch.inf), "Name another checkpoint, or fetch this one again."),
         (torch.ones(16, dtype=torch.int8), "has the type torch.int8"),
     ],
     ids=["nan", "inf", "int8"],
@@ -279,6 +279,19 @@ def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model" / VOCABULARY_FILE
     MBartTokenizer(str(path)).save_pretrained(tmp_path / "model")
     assert "the MBartTokenizer of mBART-25" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_mbart_50_that_names_no_tokenizer_is_none_of_mbart_25(
+    is_there: bool, tmp_path: Path
+) -> None:
+    mbart50_folder(tmp_path)
+    expected = open_foreign(tmp_path).tokenizer
+    edit_json(tmp_path / "config.json", tokenizer_class=None)
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=None)
+    if not is_there:
+        (tmp_path / "tokenizer_config.json").unlink()
+    assert open_foreign(tmp_path).tokenizer == expected
 
 
 # ---------------------------------------------------------------- vocabularies

@@ -285,6 +285,19 @@ def test_files_of_all_forms_are_read_in_the_order_of_the_list(tmp_path: Path, ra
     assert set(corpus.statistics["pairs"]) == {"de-en", "en-fr"}
 
 
+@pytest.mark.parametrize("name", ["e.tsv", "e.csv"])
+def test_columns_that_the_recipe_names_are_those_of_every_listed_table(
+    tmp_path: Path, raw: Path, name: str
+) -> None:
+    mark = "\t" if name == "e.tsv" else ","
+    rows = (("score", "target", "source"), ("1", "five", "fünf"))
+    write(raw, {name: "".join(mark.join(row) + "\n" for row in rows)})
+    columns = {"de": "source", "en": "target"}
+    corpus = imported_list(tmp_path / "corpus", raw, entry(name), columns=columns)
+    assert read_lines(corpus, "train", "de-en", "de") == ["fünf"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["five"]
+
+
 def test_the_list_is_a_table_of_a_recipe(tmp_path: Path, raw: Path) -> None:
     recipe, out = tmp_path / "recipe.toml", tmp_path / "corpus"
     recipe.write_text(

@@ -393,6 +393,16 @@ def test_a_recipe_names_the_columns_of_files_that_do_not(tmp_path: Path) -> None
     assert corpus.statistics["counts"]["records_one_sided"] == 2
 
 
+def test_a_recipe_names_the_columns_of_tsv_files(tmp_path: Path) -> None:
+    table = "target\tid\tsource\none\t1\teins\ntwo\t2\tzwei\n"
+    raw = write(tmp_path / "raw", {"a.tsv": table, "b.de-en.tsv": table})
+    corpus = import_columns(tmp_path / "corpus", raw, source="tsv", columns=SOURCE_TARGET)
+    assert sides(corpus) == [("eins", "one"), ("zwei", "two")] * 2
+    columns = {"de": "source", "en": "goal"}
+    with pytest.raises(DataError, match=r"no column goal \(it has target, id, source\)"):
+        import_columns(tmp_path / "other", raw, source="tsv", columns=columns)
+
+
 def test_the_name_of_a_file_goes_before_that_of_its_folder(tmp_path: Path) -> None:
     raw = write(
         tmp_path / "raw", {"de-en/a.en-fr.jsonl": "", "de-en/b.csv": "", "de-en/c.csv": "de,en"}

@@ -122,6 +122,7 @@ def test_blank_segments_are_missing_and_the_first_text_of_a_language_is_read(
     assert read_lines(corpus, "train", "de-en", "en") == ["two"]
     assert read_lines(corpus, "train", "de-pt", "pt") == ["três", "quatro"]
     assert corpus.statistics["counts"]["records_one_sided"] == 2
+    assert corpus.statistics["counts"]["segments_untagged"] == 1
 
 
 def test_units_carry_the_line_they_begin_in(tmp_path: Path) -> None:
@@ -147,6 +148,9 @@ def test_text_of_tags_that_are_no_languages_is_left_out_and_old_tags_are_underst
         {"a.tmx": memory(f"<tu>{others}{tuv('en', 'd')}{chinese}</tu>", f"<tu>{norwegian}</tu>")},
     )
     corpus = imported(tmp_path / "corpus", path / "a.tmx")
+    assert corpus.statistics["counts"]["segments_untagged"] == 3
+    told = "left out: 3 segments without a language code, or with a private one (x-…)"
+    assert told in corpus.manifest.summary
     assert read_lines(corpus, "train", "en-zh", "zh") == ["简"]
     assert read_lines(corpus, "train", "en-zh_Hant", "zh_Hant") == ["繁"]
     assert read_lines(corpus, "train", "en-nn", "en") == ["f"]
