@@ -758,12 +758,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, int]
     return launches
 
 
-def test_a_stage_of_ranks_launches_itself_once_per_process(
+def test_a_stage_of_ranks_launches_itself_once_per_process_if_nothing_is_wrong(
     bench: Bench,
     launched: list[tuple[list[str], int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert bench.train("--processes", "2") == EXIT_USER_ERROR, "there is no corpus"
+    assert launched == []
     bench.read()
     assert bench.train("--processes", "2") == EXIT_RUN_AGAIN
     ((arguments, processes, threads),) = launched
@@ -771,30 +773,6 @@ def test_a_stage_of_ranks_launches_itself_once_per_process(
     assert arguments[-4:] == ["--processes", "2", "--out", bench.at("model")]
     assert (processes, threads) == (2, 3)
     assert len(bench.calls) == 1
-
-
-def test_errors_come_before_anything_is_launched(
-    bench: Bench, launched: list[tuple[list[str], int, int]]
-) -> None:
-    assert bench.train("--processes", "2") == EXIT_USER_ERROR
-    assert launched == []
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{"RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3"}, {"OMPI_COMM_WORLD_RANK": "0"}],
-)
-def test_under_another_launcher_a_stage_runs_in_this_process(
-    bench: Bench,
-    launched: list[tuple[list[str], int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-) -> None:
-    bench.read()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert bench.train("--processes", "2") == 0
-    assert launched == []
 
 
 @pytest.mark.parametrize(
@@ -811,9 +789,9 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
     ],
 )
-@pytest.mark.usefixtures("launched")
-def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ(
+def test_under_a_launcher_a_stage_runs_in_this_process_and_says_which_processes_are_unused(
     bench: Bench,
+    launched: list[tuple[list[str], int, int]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     environment: dict[str, str],
@@ -825,6 +803,7 @@ def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ
     assert bench.train(out="unasked") == 0
     assert capsys.readouterr().err == ""
     bench.train("--processes", "2")
+    assert bool(launched) == ("SLURM_NTASKS" in environment), "a batch script is no step"
     error = capsys.readouterr().err
     assert error.count("--processes 2 is not used") == bool(said)
     assert said in error
