@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ num_heads = 2
 warmup_updates = 1
 [training]
 updates = 2
-{training}
 """
 PLAN = """
 [inputs]
@@ -61,7 +61,7 @@ class Visit:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
-        self.recipe, self.ds_config = RECIPE.format(training=""), "cpu_fp32"
+        self.recipe, self.ds_config = RECIPE, "cpu_fp32"
 
     def __call__(self, *options: str) -> tuple[int, dict[str, str]]:
         """Return the exit code, and what is wrong or noted: subject → text."""
@@ -76,9 +76,6 @@ class Visit:
         self.lines = captured.out.splitlines()
         wrong = [line.split(None, 1)[1] for line in self.lines if line.startswith("wrong")]
         return code, dict(line.split(": ", 1) for line in wrong)
-
-    def notes(self) -> str:
-        return "\n".join(line for line in self.lines if line.startswith("note"))
 
 
 @pytest.fixture
@@ -133,38 +130,43 @@ def test_data_from_outside_that_is_missing_is_named(visit: Visit) -> None:
     assert visit("--input", f"shards={visit.folder / 'recipe.toml'}") == (0, {})
 
 
-@pytest.mark.parametrize("version", [None, "0.1"])
-def test_a_package_that_is_missing_or_too_old_is_named_with_its_range(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch, version: str | None
-) -> None:
+Versions = Callable[[str, str | None], None]
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """Lets a package have another version, or be missing (None)."""
     true_version = metadata.version
 
-    def other(name: str) -> str:
-        if name != "safetensors":
-            return true_version(name)
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
+    def arrange(package: str, version: str | None) -> None:
+        def other(name: str) -> str:
+            if name != package:
+                return true_version(name)
+            if version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version
 
-    monkeypatch.setattr(metadata, "version", other)
+        monkeypatch.setattr(metadata, "version", other)
+
+    return arrange
+
+
+@pytest.mark.parametrize(("version", "found"), [(None, "is not installed"), ("0.1", "is 0.1")])
+def test_a_package_that_is_missing_or_too_old_is_named_with_its_range(
+    visit: Visit, versions: Versions, version: str | None, found: str
+) -> None:
+    versions("safetensors", version)
     code, wrong = visit()
     assert code == EXIT_USER_ERROR
-    found = "is not installed" if version is None else "is 0.1"
     assert wrong == {
         "packages": f"safetensors {found}, and >=0.8 is needed. Run `pip install --upgrade mmnmt`."
     }
 
 
 def test_a_package_that_only_this_plan_needs_is_named_with_its_extra(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch
+    visit: Visit, versions: Versions
 ) -> None:
-    def absent(name: str) -> str:
-        if name == "tensorboard":
-            raise metadata.PackageNotFoundError(name)
-        return true_version(name)
-
-    true_version = metadata.version
-    monkeypatch.setattr(metadata, "version", absent)
+    versions("tensorboard", None)
     assert visit()[1] == {}
     config = json.loads(ds_config_path("cpu_fp32").read_text())
     config["tensorboard"] = {"enabled": True}
@@ -210,7 +212,7 @@ def test_too_few_open_files_are_wrong_with_the_number_to_set(
 
 
 def test_a_file_that_the_recipe_names_is_missed_beforehand(visit: Visit) -> None:
-    visit.recipe = RECIPE.format(training="").replace(
+    visit.recipe = RECIPE.replace(
         "[tokenizer]\n",
         f'[tokenizer]\nkind = "bytes"\nsegmenters = {{ my = "{visit.folder}/no.py:words" }}\n',
     )

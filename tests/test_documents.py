@@ -39,22 +39,22 @@ def lines_of_json(path: Path) -> object:
     return list(read_json_lines(path))
 
 
-def refused_toml(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        read_toml(path)
+def refused(read: Callable[[Path], object], error: type[UserError], path: Path) -> str:
+    with pytest.raises(error) as caught:
+        read(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+def refused_toml(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return refused(read_toml, ConfigError, path)
 
 
 def refused_json(path: Path, content: bytes) -> str:
     path.write_bytes(content)
-    with pytest.raises(ArtifactError) as caught:
-        read_json(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
+    return refused(read_json, ArtifactError, path)
 
 
 def test_a_toml_file_beyond_its_limit_is_refused_before_it_is_parsed(path: Path) -> None:
@@ -91,11 +91,8 @@ def test_nesting_is_one_sentence(path: Path) -> None:
 
 def test_a_dotted_key_that_would_take_minutes_is_refused_at_once(path: Path) -> None:
     began = time.monotonic()
-    for text in (
-        "a." * 100_000 + "a = 1",
-        "[" + "a." * 100_000 + "a]",
-        "x = {" + "a." * 50 + "a=1}",
-    ):
+    many = "a." * 100_000
+    for text in (f"{many}a = 1", f"[{many}a]", "x = {" + "a." * 50 + "a=1}"):
         assert f"more than {MAX_TOML_DOTS} dots" in refused_toml(path, text)
     assert time.monotonic() - began < 5
 
@@ -185,9 +182,8 @@ def test_a_file_without_permission_asks_for_it(
     path.write_text("{}", encoding="utf-8")
     denied = PermissionError(errno.EACCES, "Permission denied")
     monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
-    with pytest.raises(error) as raised:
-        read(path)
-    assert str(raised.value) == f"{path} cannot be read (Permission denied). Make it readable."
+    said = refused(read, error, path)
+    assert said == f"{path} cannot be read (Permission denied). Make it readable."
 
 
 @pytest.mark.parametrize("read", [read_toml, read_json])

@@ -16,8 +16,6 @@ from support.stage_runs import run_stage
 
 from pipeline.artifacts.artifact import (
     Artifact,
-    ArtifactWriter,
-    InputRecord,
     open_artifact,
 )
 from pipeline.artifacts.corpus import (
@@ -43,14 +41,11 @@ from pipeline.stage import StageCall
 from pipeline.stages import evaluate
 from pipeline.training.settings import TrainingConfig
 
+WHERE = "Where is the station?"
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {
     "de-en": {
         "de": ["Die Kinder spielen im Garten.", "Er liest ein altes Buch.", "Wo ist der Bahnhof?"],
-        "en": [
-            "The children play in the garden.",
-            "He reads an old book.",
-            "Where is the station?",
-        ],
+        "en": ["The children play in the garden.", "He reads an old book.", WHERE],
     },
     "en-fr": {
         "en": ["The bread is on the table.", "We are going home now."],
@@ -59,18 +54,14 @@ TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {
     "de-fr": {"de": ["Das Wasser ist kalt."], "fr": ["L'eau est froide."]},
 }
 TRAINING_LINES = {"de-en": 50, "en-fr": 5, "de-fr": 0}
-WITH_LANGUAGES = EvaluationConfig()
 WITHOUT_LANGUAGES = EvaluationConfig(language_accuracy=False)
 """Most tests leave out the identification of languages, which takes 90 ms for the fewest lines."""
 
 
-def records(inputs: Mapping[str, Artifact]) -> dict[str, InputRecord]:
-    return {name: one.as_input for name, one in inputs.items()}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Artifact:
-    return make_corpus(tmp_path / "corpus", {"test": TEST_LINES}, trained=TRAINING_LINES)
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("corpus") / "corpus"
+    return make_corpus(folder, {"test": TEST_LINES}, trained=TRAINING_LINES)
 
 
 def corpus_of_many_lines(path: Path) -> Artifact:
@@ -124,26 +115,16 @@ def stage_call(
     systems: Mapping[str, Artifact],
     *,
     processes: int = 1,
-    settings: EvaluationConfig | None = None,
-    training: Artifact | None = None,
+    settings: EvaluationConfig = WITHOUT_LANGUAGES,
     comet: Path | None = None,
-    tokenizer: Artifact | None = None,
-    analyses: Mapping[str, Artifact] | None = None,
-    given: Mapping[str, Artifact] | None = None,
+    more: Mapping[str, Artifact] | None = None,
 ) -> StageCall:
+    """Call the stage; ``more`` has further inputs by name."""
     stage = STAGES["evaluate"]
-    recipe = Recipe(
-        name="test",
-        training=TrainingConfig(resource_thresholds=(10, 40)),
-        evaluation=settings or WITHOUT_LANGUAGES,
-    )
+    training = TrainingConfig(resource_thresholds=(10, 40))
+    recipe = Recipe(name="test", training=training, evaluation=settings)
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
-    if training is not None:
-        inputs["training"] = training
-    if tokenizer is not None:
-        inputs["tokenizer"] = tokenizer
-    inputs |= {f"given/{name}": one for name, one in (given or {}).items()}
-    inputs |= {f"analyses/{name}": one for name, one in (analyses or {}).items()}
+    inputs |= more or {}
     raw = {} if comet is None else {"comet": RawPaths((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
@@ -152,7 +133,7 @@ def stage_call(
         artifacts=inputs,
         raw=raw,
         out_dir=out_dir,
-        records={**records(inputs), **of_raw},
+        records={**{name: one.as_input for name, one in inputs.items()}, **of_raw},
         config=recipe.sections(stage.sections),
         processes=processes,
     )
@@ -163,6 +144,27 @@ def evaluated(call: StageCall) -> Artifact:
     return open_artifact(call.out_dir, kind="evaluation")
 
 
+def scored(
+    folder: Path,
+    corpus: Artifact,
+    answers: Mapping[str, Translate],
+    *,
+    more: Mapping[str, Artifact] | None = None,
+    **settings: Any,
+) -> Artifact:
+    """Evaluate systems that answer so; the identification of languages is left out by default."""
+    systems = {
+        name: translations(folder / f"system {index}", corpus, answer)
+        for index, (name, answer) in enumerate(answers.items())
+    }
+    chosen = EvaluationConfig.model_validate({"language_accuracy": "scores" in settings} | settings)
+    return evaluated(stage_call(folder / "out", corpus, systems, settings=chosen, more=more))
+
+
+def report_of(evaluation: Artifact) -> str:
+    return evaluation.file("report.md").read_text(encoding="utf-8")
+
+
 def system_scores(evaluation: Artifact, name: str) -> Any:
     systems = evaluation.read_json("scores.json")["systems"]
     return next(one for one in systems if one["name"] == name)
@@ -171,41 +173,28 @@ def system_scores(evaluation: Artifact, name: str) -> Any:
 # Scores
 
 
-def test_references_score_100_and_every_score_is_sacrebleus(
+def test_references_score_100_and_three_lines_have_no_intervals(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {
-        "perfect": translations(tmp_path / "a", corpus, perfect),
-        "shuffled": translations(tmp_path / "b", corpus, shuffled),
-    }
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    made = scored(tmp_path, corpus, {"perfect": perfect, "shuffled": shuffled})
     assert made.manifest.summary == (
         "2 systems scored on 12 test lines in 6 directions (2 Any → En, 2 En → Any, 2 Zero-shot)",
     )
     averages = system_scores(made, "perfect")["averages"]
     assert averages["into_pivot"]["all"]["bleu"] == pytest.approx(100.0)
     assert averages["zero_shot"]["all"]["chrf"] == pytest.approx(100.0)
-    for name, found in system_scores(made, "shuffled")["directions"].items():
-        source, target = name.split("-")
-        references = TEST_LINES[Direction(source, target).pair][target]
-        texts = [" ".join(reversed(line.split())) for line in references]
-        assert found["scores"]["bleu"] == sacrebleu.corpus_bleu(texts, [references]).score
-        chrf = sacrebleu.corpus_chrf(texts, [references], word_order=2)
-        assert found["scores"]["chrf"] == chrf.score
     tests = made.read_json("scores.json")["significance"]["directions"]
-    assert [*tests.values()] == [{}] * 6, "three lines have no intervals"
-    assert "**" not in made.file("report.md").read_text(encoding="utf-8")
+    assert [*tests.values()] == [{}] * 6
+    assert "**" not in report_of(made)
 
 
 @pytest.mark.parametrize("names", [["bleu", "spbleu", "chrf", "plain_chrf"], ["spbleu"]])
-def test_spbleu_and_chrf_without_words_stand_beside_the_others(
+def test_every_score_is_sacrebleus(
     tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     lines = [text for pair in TEST_LINES.values() for side in pair.values() for text in side]
     place_flores_model(tmp_path, lines, "flores200", monkeypatch)
-    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
-    settings = EvaluationConfig.model_validate({"scores": names})
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    made = scored(tmp_path, corpus, {"shuffled": shuffled}, scores=names)
     for name, found in system_scores(made, "shuffled")["directions"].items():
         source, target = name.split("-")
         references = TEST_LINES[Direction(source, target).pair][target]
@@ -223,12 +212,8 @@ def test_spbleu_and_chrf_without_words_stand_beside_the_others(
 def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lines_say(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {
-        "copied": translations(tmp_path / "a", corpus, copied),
-        "perfect": translations(tmp_path / "b", corpus, perfect),
-    }
-    systems |= {"both@1": systems["copied"], "both@2": systems["perfect"]}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
+    answers = {"copied": copied, "perfect": perfect, "both@1": copied, "both@2": perfect}
+    made = scored(tmp_path, corpus, answers, language_accuracy=True)
     copies = system_scores(made, "copied")["averages"]
     assert copies["zero_shot"]["all"]["language_restricted"] == 0.0
     perfects = system_scores(made, "perfect")["averages"]
@@ -260,8 +245,7 @@ def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_
     english = "The council decided yesterday to build the school anew."
     sides = {pair_name("en", code): {code: [line], "en": [english]} for code, line in lines.items()}
     corpus = make_corpus(tmp_path / "corpus", {"test": sides}, trained=dict.fromkeys(sides, 0))
-    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
+    made = scored(tmp_path, corpus, {"perfect": perfect}, language_accuracy=True)
     found = system_scores(made, "perfect")["directions"]
     for code in lines:
         expected = {"language", "language_restricted"} if code in KNOWN_TO_BOTH else set()
@@ -274,7 +258,7 @@ def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_
         "langdetect": ["gl", "rw", "yi"],
         "lid.176": ["rw"],
     }
-    text = made.file("report.md").read_text(encoding="utf-8")
+    text = report_of(made)
     assert "- langdetect does not know these target languages, which its accuracy leaves" in text
     unknown = "No identifier knows these target languages, which have no language accuracy: rw."
     assert unknown in text
@@ -282,63 +266,46 @@ def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    corpus = corpus_of_many_lines(tmp_path / "corpus")
-    systems = {
-        "second": translations(tmp_path / "a", corpus, shuffled),
-        "first": translations(tmp_path / "b", corpus, copied),
-    }
-    alone = evaluated(stage_call(tmp_path / "alone", corpus, systems, settings=WITH_LANGUAGES))
-    together = evaluated(
-        stage_call(tmp_path / "together", corpus, systems, processes=2, settings=WITH_LANGUAGES)
+def test_scores_follow_from_test_lines_and_translations_whatever_the_number_of_workers(
+    tmp_path: Path,
+) -> None:
+    """What a study keeps is elsewhere, without the training text and without the models."""
+    corpus = corpus_of_many_lines(tmp_path / "study" / "corpus")
+    for code in ("de", "en"):
+        path = corpus.directory / text_name("train", "de-en", code)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code, encoding="utf-8")
+    answers = {"second@1": shuffled, "second@2": copied, "first": copied}
+    for name, answer in answers.items():
+        translations(tmp_path / "study" / name, corpus, answer)
+    shutil.copytree(tmp_path / "study", tmp_path / "kept", ignore=lambda *_: ["train"])
+    found = []
+    for processes, folder in enumerate((tmp_path / "study", tmp_path / "kept"), start=1):
+        systems = {name: open_artifact(folder / name, kind="translations") for name in answers}
+        corpus = open_artifact(folder / "corpus", kind="corpus")
+        call = stage_call(
+            folder / "out", corpus, systems, processes=processes, settings=EvaluationConfig()
+        )
+        found.append(evaluated(call))
+    alone, together = (
+        {name: one for name, one in made.manifest.files.items() if not name.startswith("report.")}
+        for made in found
     )
-    stamped = {"report.md", "report.html"}
-    assert {name: one for name, one in alone.manifest.files.items() if name not in stamped} == {
-        name: one for name, one in together.manifest.files.items() if name not in stamped
-    }
-    names = [one["name"] for one in alone.read_json("scores.json")["systems"]]
+    assert alone == together
+    names = [one["name"] for one in found[0].read_json("scores.json")["systems"]]
     assert names == ["second", "first"]
 
 
 @pytest.mark.parametrize(
-    "names", [["ours", "theirs"], ["ours@1", "ours@2", "theirs@1", "theirs@2"]]
-)
-def test_scores_follow_from_the_test_lines_and_translations_of_a_study_alone(
-    tmp_path: Path, names: list[str]
-) -> None:
-    """What a study keeps is elsewhere, without the training text and without the models."""
-    corpus = corpus_of_many_lines(tmp_path / "study" / "corpus")
-    for pair in TEST_LINES:
-        for code in pair.split("-"):
-            path = corpus.directory / text_name("train", pair, code)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(code, encoding="utf-8")
-    answers = [shuffled, copied] * 2
-    for name, answer in zip(names, answers, strict=False):
-        translations(tmp_path / "study" / name, corpus, answer)
-    shutil.copytree(tmp_path / "study", tmp_path / "kept", ignore=lambda *_: ["train"])
-    found = []
-    for folder in (tmp_path / "study", tmp_path / "kept"):
-        systems = {name: open_artifact(folder / name, kind="translations") for name in names}
-        call = stage_call(folder / "out", open_artifact(folder / "corpus", kind="corpus"), systems)
-        found.append(evaluated(call).file("scores.json").read_bytes())
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["bleu", "chrf"], ["language", "bleu"], ["language_restricted"], ["language_lid176", "bleu"]],
+    "names", [["language", "chrf"], ["language_restricted"], ["language_lid176", "bleu"]]
 )
 def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: list[str]) -> None:
-    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
-    settings = EvaluationConfig.model_validate({"scores": names})
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    made = scored(tmp_path, corpus, {"copied": copied}, scores=names)
     found = system_scores(made, "copied")["directions"]["de-en"]
     assert found["scores"].keys() == {*names}
     with np.load(made.file("sentences/copied/de-en.npz"), allow_pickle=False) as arrays:
         assert arrays.files == names
-    text = made.file("report.md").read_text(encoding="utf-8")
-    page = made.file("report.html").read_text(encoding="utf-8")
+    text, page = report_of(made), made.file("report.html").read_text(encoding="utf-8")
     for name, title in (
         *(("bleu", "BLEU"), ("chrf", "chrF++"), ("language", "langdetect as it is")),
         ("language_lid176", "lid.176"),
@@ -352,12 +319,8 @@ def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> Non
         for pair, sides in TEST_LINES.items()
     }
     corpus = make_corpus(tmp_path / "corpus", {"test": texts}, trained=TRAINING_LINES)
-    systems = {
-        "copied": translations(tmp_path / "a", corpus, copied),
-        "perfect": translations(tmp_path / "b", corpus, perfect),
-    }
-    settings = EvaluationConfig(scores=("bleu",), baseline="perfect")
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    answers = {"copied": copied, "perfect": perfect}
+    made = scored(tmp_path, corpus, answers, scores=("bleu",), baseline="perfect")
     document = made.read_json("scores.json")
     assert document["verdicts"]["baseline"] == "perfect"
     assert document["wins"]["copied"]["zero_shot"]["all"]["bleu"] == 0.0
@@ -365,7 +328,7 @@ def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> Non
     assert differences.keys() == {"copied"}
     assert differences["copied"]["value"] < -90
     assert differences["copied"]["p_value_holm"] < 0.05
-    assert "## Comparison with the baseline perfect" in made.file("report.md").read_text("utf-8")
+    assert "## Comparison with the baseline perfect" in report_of(made)
 
 
 def corpus_of_parallel_lines(path: Path, *, shared: bool = True) -> Artifact:
@@ -387,17 +350,15 @@ def with_gaps(_: Direction, __: list[str], references: list[str]) -> list[Hypoth
 
 def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> None:
     """The directions agree on every line, so that their average is as uncertain as each of them."""
-    settings = EvaluationConfig(scores=("chrf",))
     widths, reports = {}, {}
     for name, shared in (("shared", True), ("apart", False)):
-        corpus = corpus_of_parallel_lines(tmp_path / name, shared=shared)
-        systems = {"gaps": translations(tmp_path / f"{name}-gaps", corpus, with_gaps)}
-        made = evaluated(stage_call(tmp_path / f"{name}-out", corpus, systems, settings=settings))
+        corpus = corpus_of_parallel_lines(tmp_path / name / "corpus", shared=shared)
+        made = scored(tmp_path / name, corpus, {"gaps": with_gaps}, scores=("chrf",))
         found = made.read_json("scores.json")["significance"]
         of_average = found["averages"]["into_pivot"]["all"]["chrf"]["intervals"]["gaps"]
         of_direction = found["directions"]["de-en"]["chrf"]["intervals"]["gaps"]
         widths[name] = [one["high"] - one["low"] for one in (of_average, of_direction)]
-        reports[name] = made.file("report.md").read_text(encoding="utf-8"), found["shared_lines"]
+        reports[name] = report_of(made), found["shared_lines"]
     assert widths["shared"][0] == pytest.approx(widths["shared"][1])
     assert widths["apart"][0] < 0.85 * widths["apart"][1]
     assert reports["shared"][1] == {"de-en, de-fr, en-fr": 30}
@@ -411,26 +372,22 @@ def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> N
 
 def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
     """The one training line answers all test lines with a trigram of it; others are copied."""
-    training = corpus_of_training(tmp_path / "trained")
     tests = corpus_of_tests(tmp_path / "tests")
-    systems = {"copied": translations(tmp_path / "a", tests, copied)}
-    settings = EvaluationConfig(nearest_neighbor=True, language_accuracy=False)
-    call = stage_call(tmp_path / "out", tests, systems, settings=settings, training=training)
-    made = evaluated(call)
-    assert [one["name"] for one in made.read_json("scores.json")["systems"]] == [
-        *("copied", "nearest neighbor")
-    ]
+    more = {"training": corpus_of_training(tmp_path / "trained")}
+    made = scored(tmp_path, tests, {"copied": copied}, more=more, nearest_neighbor=True)
+    names = [one["name"] for one in made.read_json("scores.json")["systems"]]
+    assert names == ["copied", "nearest neighbor"]
     families = {one["family"] for one in made.read_json("scores.json")["directions"]}
     assert families == {"into_pivot", "out_of_pivot", "zero_shot"}, "of the training corpus"
     assert made.has("sentences/nearest neighbor/de-en.npz")
-    assert "| nearest neighbor | no training |" in made.file("report.md").read_text("utf-8")
+    assert "| nearest neighbor | no training |" in report_of(made)
     answers = ["Die Kinder spielen im Garten.", "Where is the", "Where is the"]
     expected = sacrebleu.corpus_chrf(answers, [TEST_LINES["de-en"]["en"]], word_order=2).score
     found = system_scores(made, "nearest neighbor")["directions"]["de-en"]["scores"]["chrf"]
     assert found == pytest.approx(expected)
-    taken = {"nearest neighbor": systems["copied"]}
+    taken = {"nearest neighbor": copied}
     with pytest.raises(ConfigError, match="Rename the system"):
-        evaluated(stage_call(tmp_path / "other", tests, taken, settings=settings))
+        scored(tmp_path / "other", tests, taken, nearest_neighbor=True)
 
 
 def damaged_by(seed: int) -> Translate:
@@ -446,15 +403,13 @@ def damaged_by(seed: int) -> Translate:
     return translate
 
 
-@pytest.mark.parametrize("is_copy", [False, True])
-def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path, is_copy: bool) -> None:
+def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path) -> None:
     """Its spread over seeds would be 0, whether it is named twice or a copy of it."""
     corpus = corpus_of_parallel_lines(tmp_path / "corpus")
-    one = translations(tmp_path / "a", corpus, damaged_by(2))
-    again = translations(tmp_path / "b", corpus, damaged_by(2)) if is_copy else one
+    one, copy = (translations(tmp_path / name, corpus, damaged_by(2)) for name in ("a", "b"))
     other = translations(tmp_path / "c", corpus, damaged_by(3))
-    systems = {"x@1": one, "x@2": other, "x@3": again, "y": one, "z": again}
-    settings = EvaluationConfig.model_validate({"scores": ["bleu"]})
+    systems = {"x@1": one, "x@2": other, "x@3": copy, "y": one, "z": one}
+    settings = EvaluationConfig(scores=("bleu",))
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     warnings = made.read_json("scores.json")["warnings"]
     same = [warning for warning in warnings if "have the same translations" in warning]
@@ -470,26 +425,16 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
         name: training_run(tmp_path / name, [2.0] * 3, {"checkpoint": dense}, stage="finetune")
         for name in ("tuned1", "tuned2")
     }
+    made_by = {"dense": dense, "tuned@1": tuned["tuned1"], "tuned@2": tuned["tuned2"]}
     systems = {
-        "dense": translations(tmp_path / "a", corpus, damaged_by(1), {"checkpoint": dense}),
-        "tuned@1": translations(
-            tmp_path / "b", corpus, damaged_by(2), {"checkpoint": tuned["tuned1"]}
-        ),
-        "tuned@2": translations(
-            tmp_path / "c", corpus, damaged_by(3), {"checkpoint": tuned["tuned2"]}
-        ),
-    }
-    settings = EvaluationConfig.model_validate({"scores": ["bleu"], "word_accuracy": True})
-    made = evaluated(
-        stage_call(
-            tmp_path / "out",
-            corpus,
-            systems,
-            settings=settings,
-            training=corpus_of_training(tmp_path / "trained"),
-            given={"dense": dense},
+        name: translations(
+            tmp_path / f"by {name}", corpus, damaged_by(seed), {"checkpoint": checkpoint}
         )
-    )
+        for seed, (name, checkpoint) in enumerate(made_by.items(), start=1)
+    }
+    settings = EvaluationConfig(scores=("bleu",), word_accuracy=True)
+    more = {"training": corpus_of_training(tmp_path / "trained"), "given/dense": dense}
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings, more=more))
     document = made.read_json("scores.json")
     assert [one["name"] for one in document["systems"]] == ["dense", "tuned"]
     runs = document["systems"][1]["runs"]
@@ -504,12 +449,14 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert made.statistics["systems"].keys() == {"dense", "tuned"}
     words = document["words"]["families"]["into_pivot"]["length"]["1–3"]
     assert words.keys() == {"dense", "tuned"}
-    text = made.file("report.md").read_text(encoding="utf-8")
-    assert "| tuned (2 runs) | 7 updates (1.8 ×), 3 new |" in text
-    assert "### New cost, where dense existed already" in text
-    assert "Systems with one run have intervals over test lines only" in text
-    assert "Systems with several runs are shown by their first run." in text
-    assert "With two or three seeds, hardly any direction can be significant by itself" in text
+    text = report_of(made)
+    for said in (
+        *("| tuned (2 runs) | 7 updates (1.8 ×), 3 new |", "Systems with one run have intervals"),
+        "### New cost, where dense existed already",
+        "Systems with several runs are shown by their first run.",
+        "With two or three seeds, hardly any direction can be significant by itself",
+    ):
+        assert said in text
     dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
     shown = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["differences"]
     low, high = shown["tuned"]["low"], shown["tuned"]["high"]
@@ -529,10 +476,8 @@ def test_comet_stands_beside_the_other_scores_with_its_models_digest(
     monkeypatch.setattr(comet, "load_model", lambda _: None)
     monkeypatch.setattr(comet, "scores_of", scored_by_overlap)
     monkeypatch.setattr(comet, "version", lambda _: "9.9")
-    systems = {
-        "copied": translations(tmp_path / "a", corpus, copied),
-        "perfect": translations(tmp_path / "b", corpus, perfect),
-    }
+    answers = {"copied": copied, "perfect": perfect}
+    systems = {name: translations(tmp_path / name, corpus, answers[name]) for name in answers}
     model = tmp_path / "wmt-da"
     model.mkdir()
     (model / "hparams.yaml").write_text("class_identifier: x", encoding="utf-8")
@@ -544,15 +489,8 @@ def test_comet_stands_beside_the_other_scores_with_its_models_digest(
     digest = call.records["comet"].digest[:12]
     assert found["signatures"]["comet"] == f"model:wmt-da|digest:{digest}|version:9.9"
     assert system_scores(made, "copied")["averages"]["zero_shot"]["all"]["comet"] == -25.0
-    text = made.file("report.md").read_text(encoding="utf-8")
-    assert f"COMET|model:wmt-da|digest:{digest}|version:9.9" in text
+    assert f"COMET|model:wmt-da|digest:{digest}|version:9.9" in report_of(made)
     assert made.manifest.inputs["comet"].digest == call.records["comet"].digest
-
-
-def write_byte_tokenizer(writer: ArtifactWriter) -> None:
-    given = {"kind": "bytes", "languages": ["de", "en", "fr"], "language_token_scheme": "angle"}
-    description = TokenizerDescription.model_validate(given)
-    write_tokenizer(writer.directory, description=description, model=None)
 
 
 def corpus_of_training(path: Path) -> Artifact:
@@ -566,24 +504,17 @@ def corpus_of_training(path: Path) -> Artifact:
 def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {
-        "shuffled": translations(tmp_path / "a", corpus, shuffled),
-        "copied": translations(tmp_path / "b", corpus, copied),
-    }
-    training = corpus_of_training(tmp_path / "trained")
     with writing(tmp_path / "tokenizer", "tokenizer") as writer:
-        write_byte_tokenizer(writer)
-    tokenizer = open_artifact(tmp_path / "tokenizer", kind="tokenizer")
-    made = evaluated(
-        stage_call(
-            tmp_path / "out",
-            corpus,
-            systems,
-            settings=EvaluationConfig(word_accuracy=True, scores=("bleu",)),
-            training=training,
-            tokenizer=tokenizer,
+        description = TokenizerDescription(
+            kind="bytes", languages=("de", "en", "fr"), language_token_scheme="angle"
         )
-    )
+        write_tokenizer(writer.directory, description=description, model=None)
+    more = {
+        "training": corpus_of_training(tmp_path / "trained"),
+        "tokenizer": open_artifact(tmp_path / "tokenizer", kind="tokenizer"),
+    }
+    answers = {"shuffled": shuffled, "copied": copied}
+    made = scored(tmp_path, corpus, answers, more=more, word_accuracy=True, scores=("bleu",))
     words = made.read_json("scores.json")["words"]
     assert words["training_lines"] == {"de": 1, "en": 2, "fr": 1}
     assert words["families"].keys() == {"into_pivot", "zero_shot", "out_of_pivot"}
@@ -597,7 +528,7 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
     assert of_english["length"]["1–3"]["shuffled"]["reference"] == short
     three = sum(len(word.encode()) == 3 for word in english)
     assert of_english["fertility"]["3"]["copied"]["reference"] == three
-    section = made.file("report.md").read_text(encoding="utf-8").split("## Word accuracy")[1]
+    section = report_of(made).split("## Word accuracy")[1]
     assert "1 to 2 per language" in section
     for title in ("occurrence in the training", "frequency", "number of subwords", "characters"):
         assert title in section
@@ -608,23 +539,16 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     """Translations equal to the references have all their aligned source words right."""
-    made = evaluated(
-        stage_call(
-            tmp_path / "out",
-            corpus,
-            {"perfect": translations(tmp_path / "a", corpus, perfect)},
-            settings=EvaluationConfig(word_accuracy=True, word_side="source", scores=("bleu",)),
-            training=corpus_of_training(tmp_path / "trained"),
-        )
-    )
+    settings = {"word_accuracy": True, "word_side": "source", "scores": ("bleu",)}
+    more = {"training": corpus_of_training(tmp_path / "trained")}
+    made = scored(tmp_path, corpus, {"perfect": perfect}, more=more, **settings)
     words = made.read_json("scores.json")["words"]
     assert words["side"] == "source"
     assert words["directions"]["de-en"].keys() == {"seen", "frequency", "length"}
     counts = [one["perfect"] for one in words["directions"]["de-en"]["length"].values()]
     assert sum(one["reference"] for one in counts) > 0
     assert all(one["shared"] == one["reference"] == one["hypothesis"] for one in counts)
-    report = made.file("report.md").read_text(encoding="utf-8")
-    assert "of words of the source language" in report
+    assert "of words of the source language" in report_of(made)
 
 
 @pytest.mark.parametrize(
@@ -647,7 +571,7 @@ def test_settings_and_inputs_that_do_not_belong_together_are_refused(
         systems,
         settings=EvaluationConfig.model_validate(settings),
         comet=tmp_path / "model" if given == "comet" else None,
-        tokenizer=corpus if given == "tokenizer" else None,
+        more={"tokenizer": corpus} if given == "tokenizer" else None,
     )
     with pytest.raises(ConfigError, match=finding):
         evaluate.run(call)
@@ -657,12 +581,8 @@ def test_settings_and_inputs_that_do_not_belong_together_are_refused(
 def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) -> None:
     """Copies of the source have next to none, and are beaten by nobody."""
     corpus = corpus_of_many_lines(tmp_path / "corpus")
-    systems = {
-        "copied": translations(tmp_path / "a", corpus, shouted),
-        "perfect": translations(tmp_path / "b", corpus, perfect),
-    }
-    settings = EvaluationConfig.model_validate({"scores": ["chrf"]})
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    answers = {"copied": shouted, "perfect": perfect}
+    made = scored(tmp_path, corpus, answers, scores=("chrf",))
     document = made.read_json("scores.json")
     judged = document["verdicts"]["directions"]["de-en"]
     english = read_lines(corpus, "test", "de-en", "en")
@@ -676,12 +596,11 @@ def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) ->
     assert document["significance"]["directions"]["de-en"]["chrf"]["best"] is None
     for compared in document["significance"]["directions"].values():
         assert compared["chrf"]["differences"]["perfect"]["p_value_holm"] is None
-    text = made.file("report.md").read_text(encoding="utf-8")
+    text = report_of(made)
     assert "**" not in text
     assert "Not decided: copied does not translate in any direction." in text
-    named = EvaluationConfig.model_validate({"scores": ["chrf"], "baseline": "perfect"})
-    other = evaluated(stage_call(tmp_path / "other", corpus, systems, settings=named))
-    assert "| copied | 0 | 2 | 0 | 0 |" in other.file("report.md").read_text("utf-8")
+    named = scored(tmp_path / "named", corpus, answers, scores=("chrf",), baseline="perfect")
+    assert "| copied | 0 | 2 | 0 | 0 |" in report_of(named)
 
 
 def shouted(_: Direction, sources: list[str], __: list[str]) -> list[Hypothesis]:
@@ -701,28 +620,24 @@ def test_scores_that_cannot_be_chosen_are_refused(settings: dict[str, Any], find
         EvaluationConfig.model_validate(settings)
 
 
-@pytest.mark.parametrize("width", [80, 60])
 def test_means_are_printed_in_lines_that_fit_with_the_path_of_the_report(
     tmp_path: Path,
     corpus: Artifact,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    width: int,
 ) -> None:
     """Markdown tables of up to 350 columns were printed."""
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("COLUMNS", "60")
     name = "perfect, " * 8 + "of a long name"
-    systems = {name: translations(tmp_path / "a", corpus, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    made = scored(tmp_path, corpus, {name: perfect})
     summary = capsys.readouterr().out.strip().split("\n")
-    assert max(map(len, summary[:-1])) <= width
+    assert max(map(len, summary[:-1])) <= 60
     assert summary[0].split()[0] == "BLEU"
     # Without its middle: names of runs differ at their ends.
     assert re.fullmatch(r"perfect, p.*….*long name( +100\.0)+", summary[2])
     assert summary[-1].endswith(f"the report is {tmp_path / 'out' / 'report.html'}")
-    assert f"Covers the test lines of {corpus.directory}; systems in {tmp_path}." in made.file(
-        "report.md"
-    ).read_text(encoding="utf-8").replace("\\", "")
+    covers = f"Covers the test lines of {corpus.directory}; systems in {tmp_path}."
+    assert covers in report_of(made).replace("\\", "")
     page = made.file("report.html").read_text(encoding="utf-8")
     assert "L&#39;eau est froide." in page
 
@@ -738,8 +653,7 @@ def test_defects_of_translations_are_counted_by_direction_and_warned_of(
             return [Hypothesis("", truncated=True), Hypothesis(" \u200b"), Hypothesis("x")]
         return [Hypothesis(text, invalid=2 * (direction.target == "de")) for text in references]
 
-    systems = {"flawed": translations(tmp_path / "a", corpus, flawed)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    made = scored(tmp_path, corpus, {"flawed": flawed})
     found = system_scores(made, "flawed")["directions"]
     numbers = ("truncated", "empty", "lines", "invalid", "invalid_sequences")
     assert [found["de-en"][name] for name in numbers] == [1, 2, 3, 0, 0]
@@ -748,7 +662,7 @@ def test_defects_of_translations_are_counted_by_direction_and_warned_of(
         "flawed: of 12 translations, 1 has a source cut to the model's maximum length and "
         "2 have no text and 4 have lost bytes that are not valid UTF-8."
     )
-    assert expected in made.file("report.md").read_text(encoding="utf-8")
+    assert expected in report_of(made)
 
 
 @pytest.mark.slow
@@ -817,9 +731,8 @@ def test_without_it_nothing_is_called_zero_shot_and_a_warning_says_what_to_name(
     tmp_path: Path,
 ) -> None:
     outside = corpus_of_tests(tmp_path / "outside")
-    systems = {"perfect": translations(tmp_path / "a", outside, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", outside, systems))
-    text = made.file("report.md").read_text(encoding="utf-8")
+    made = scored(tmp_path, outside, {"perfect": perfect})
+    text = report_of(made)
     assert "Zero-shot" not in text
     assert "Training data unknown (6 directions)" in text
     (warning,) = made.read_json("scores.json")["warnings"]
@@ -866,21 +779,17 @@ def test_intervals_depend_on_the_seed_and_bold_follows_them(
     def worse(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
         return [Hypothesis(text.replace("3", "three of")) for text in references]
 
-    systems = {
-        "better": translations(tmp_path / "a", corpus, perfect),
-        "worse": translations(tmp_path / "b", corpus, worse),
-    }
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    answers = {"better": perfect, "worse": worse}
+    made = scored(tmp_path, corpus, answers)
     significance = made.read_json("scores.json")["significance"]
     compared = significance["directions"]["de-en"]["bleu"]
     assert compared["best"] == "better"
     score = system_scores(made, "worse")["directions"]["de-en"]["scores"]["bleu"]
     interval = compared["intervals"]["worse"]
     assert interval["low"] < score < interval["high"]
-    text = made.file("report.md").read_text(encoding="utf-8")
-    assert "| better | no training | **100.0** (100.0–100.0)" in text
+    assert "| better | no training | **100.0** (100.0–100.0)" in report_of(made)
     monkeypatch.setattr(EvaluationConfig, "seed", 2)
-    other = evaluated(stage_call(tmp_path / "other", corpus, systems))
+    other = scored(tmp_path / "other", corpus, answers)
     assert other.read_json("scores.json")["significance"] != significance
 
 
@@ -891,12 +800,10 @@ def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
     def broken(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
         return [Hypothesis("\x00 </main> \x1b[31m | `") for _ in references]
 
-    made = evaluated(
-        stage_call(tmp_path / "out", corpus, {"x": translations(tmp_path / "a", corpus, broken)})
-    )
+    made = scored(tmp_path, corpus, {"x": broken})
     page = made.file("report.html").read_text(encoding="utf-8")
     assert page.count("</main>") == 1
-    assert not re.search(r"[\x00-\x08\x1b]", page + made.file("report.md").read_text("utf-8"))
+    assert not re.search(r"[\x00-\x08\x1b]", page + report_of(made))
 
 
 # Analyses and sets of languages
@@ -905,10 +812,9 @@ def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
 def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
     lengths = run_stage("analyze_lengths", tmp_path / "lengths", {"corpus": corpus})
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"<opus>": lengths}))
-    markdown = made.file("report.md").read_text("utf-8")
+    made = scored(tmp_path, corpus, {"copied": copied}, more={"analyses/<opus>": lengths})
+    markdown = report_of(made)
     page = made.file("report.html").read_text("utf-8")
     assert "## Lengths in bytes: &lt;opus&gt;" in markdown
     assert "<h2>Lengths in bytes: &lt;opus&gt;</h2>" in page
@@ -920,23 +826,20 @@ def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
 def test_what_is_no_analysis_is_refused_before_anything_is_scored(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
     with writing(tmp_path / "strange", "analysis", "analyze_scales") as writer:
         writer.write_json("scales.json", {"directions": {}})
         writer.statistics["analysis"] = "scales"
     strange = open_artifact(tmp_path / "strange", kind="analysis")
     with pytest.raises(ArtifactError, match="holds no analysis that reports can show"):
-        evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"x": strange}))
+        scored(tmp_path, corpus, {"copied": copied}, more={"analyses/x": strange})
     assert not (tmp_path / "out").exists()
 
 
 def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
     sets = {"Both": ("deu", "fr"), "French": ("fr_CA",), "Nobody": ("my",)}
-    settings = EvaluationConfig(language_sets=sets, language_accuracy=False)
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    made = scored(tmp_path, corpus, {"shuffled": shuffled}, language_sets=sets)
     counts = {
         (one["name"], one["family"]): one["directions"]
         for one in made.read_json("scores.json")["set_averages"]
@@ -946,4 +849,4 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
         **{("Both", family): 2 for family in families},
         **{("French", family): 1 for family in families},
     }
-    assert "BLEU by set" in made.file("report.md").read_text("utf-8")
+    assert "BLEU by set" in report_of(made)

@@ -1,12 +1,11 @@
 """The generated pages are those of this code, and a page that is not is named."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (
@@ -15,20 +14,14 @@ GENERATED = (
 )
 
 
-def check(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check", *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def check(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["--check", *options]
+    return run_script(ROOT / "docs" / "generate.py", arguments, folder=folder, timeout=120)
 
 
 @pytest.mark.slow
-def test_the_committed_pages_are_those_of_the_code_and_the_results() -> None:
-    done = check()
+def test_the_committed_pages_are_those_of_the_code_and_the_results(tmp_path: Path) -> None:
+    done = check(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -40,7 +33,7 @@ def test_a_page_that_is_out_of_date_or_missing_is_named(tmp_path: Path) -> None:
     settings = tmp_path / "reference" / "settings.md"
     settings.write_text(settings.read_text(encoding="utf-8").replace("warmup", "warm_up"))
     (tmp_path / "benchmarks.md").unlink()
-    done = check("--docs", str(tmp_path))
+    done = check(tmp_path, "--docs", str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == [
         "docs/reference/settings.md is out of date. Run `make docs`.",

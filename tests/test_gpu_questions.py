@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.forked import run_script
+from support.forked import run_script, started_code
 
 from pipeline.cli.parser import chosen_recipe
 from pipeline.cli.stage_commands import stage_parser
@@ -109,11 +108,11 @@ def test_rows_of_a_process_that_fails_or_hangs_are_kept() -> None:
     line = MARK + json.dumps(["dense", 3.5])
     endings = {
         "raise SystemExit(3)": "failed: exit code 3",
-        "time.sleep(60)": "failed: stopped after 5 seconds",
+        "time.sleep(60)": "failed: stopped after 2 seconds",
     }
     for ending, why in endings.items():
         code = f"import time; print('noise'); print({line!r}, flush=True); {ending}"
-        found = in_a_process([sys.executable, "-c", code], name="passes", limit=5)
+        found = in_a_process([sys.executable, "-c", code], name="passes", limit=2)
         assert dict(found) == {"dense": 3.5, "passes": why}
 
 
@@ -121,19 +120,17 @@ def test_a_section_s_process_ends_when_the_script_is_asked_to_end(tmp_path: Path
     noted = tmp_path / "pid"
     section = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     asks = (
-        f"import sys; sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parents[1])]}; import gpu; "
-        "gpu.end_sections_on_request(); "
+        "import gpu, sys; gpu.end_sections_on_request(); "
         f"list(gpu.in_a_process([sys.executable, '-c', {section!r}], name='passes', limit=99))"
     )
-    process = subprocess.Popen([sys.executable, "-c", asks])
-    try:
+    paths = os.pathsep.join(map(str, (SCRIPT.parent, SCRIPT.parents[1])))
+    asks = f"import sys; sys.path[:0] = {paths!r}.split(':'); {asks}"
+    with started_code(asks, [], environment=os.environ) as started:
         until = time.monotonic() + 120
         while not (noted.is_file() and noted.read_text()) and time.monotonic() < until:
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
+        started.process.terminate()
+        assert started.end()[0] == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text()), 0)
 
@@ -152,7 +149,6 @@ def test_the_stages_of_two_cards_have_options_and_recipes_that_exist() -> None:
 @pytest.mark.parametrize(
     ("section", "options", "why"),
     [
-        ("kernels", ["--quick"], "not measured: --quick"),
         ("ctranslate2", ["--quick"], "not measured: --quick"),  # has a process that must end, too
         ("kernels", [], "not measured: needs a GPU"),
     ],

@@ -58,12 +58,7 @@ def test_the_95_languages_of_opus_100_have_the_paper_s_22_families() -> None:
 def test_each_language_of_opus_100_is_in_exactly_one_paper_group() -> None:
     listed = [code for codes in PAPER_GROUPS.values() for code in codes]
     assert sorted(listed) == sorted(paper_families())
-    assert {group: len(codes) for group, codes in PAPER_GROUPS.items()} == {
-        1: 37,
-        2: 19,
-        3: 23,
-        4: 16,
-    }
+    assert [len(PAPER_GROUPS[group]) for group in (1, 2, 3, 4)] == [37, 19, 23, 16]
 
 
 def test_no_language_is_in_two_families() -> None:
@@ -81,32 +76,15 @@ def test_m2m_100_has_one_hundred_different_languages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spelling", "code"),
-    [
-        ("iw", "he"),
-        ("in", "id"),
-        ("ji", "yi"),
-        ("fil", "tl"),
-        ("tgl_Latn", "tl"),
-        ("zh_cn", "zh"),
-        ("zh-CN", "zh"),
-        ("zh_tw", "zh"),
-        ("zho_Hant", "zh"),
-        ("deu_Latn", "de"),
-        ("eng_Latn", "en"),
-        ("de_DE", "de"),
-        ("es_419", "es"),
-        ("EN", "en"),
-        ("zh_Hans_CN", "zh"),
-        ("nob_Latn", "nb"),
-        ("nno_Latn", "nn"),
-        ("no", "no"),
-        ("nb", "nb"),
-        ("sh", "sh"),
-        ("ns", "nso"),
-    ],
+    "pair",
+    (
+        "iw=he in=id ji=yi fil=tl tgl_Latn=tl zh_cn=zh zh-CN=zh zh_tw=zh zho_Hant=zh deu_Latn=de "
+        "eng_Latn=en de_DE=de es_419=es EN=en zh_Hans_CN=zh nob_Latn=nb nno_Latn=nn no=no nb=nb "
+        "sh=sh ns=nso"
+    ).split(),
 )
-def test_usual_spellings_lead_to_one_code(spelling: str, code: str) -> None:
+def test_usual_spellings_lead_to_one_code(pair: str) -> None:
+    spelling, code = pair.split("=")
     assert canonical(spelling) == code
 
 
@@ -141,16 +119,14 @@ def test_any_well_formed_code_is_a_language_of_unknown_family(
 @pytest.mark.parametrize(
     ("code", "name"),
     [
-        ("de", "Deutsch"),
-        ("ar", "العربية"),
-        ("zh_Hant", "中文 (繁體)"),
-        ("deu_Latn", "Deutsch"),
-        ("chr", "ᏣᎳᎩ"),
-        ("prs", "دری"),
-        ("twi_Latn", "Twi"),
-        ("cop", "Coptic"),
-        ("qfr", "qfr"),
-        ("a language", "a language"),
+        *(
+            ("de", "Deutsch"),
+            ("ar", "العربية"),
+            ("zh_Hant", "中文 (繁體)"),
+            ("deu_Latn", "Deutsch"),
+        ),
+        *(("chr", "ᏣᎳᎩ"), ("prs", "دری"), ("twi_Latn", "Twi"), ("cop", "Coptic")),
+        *(("qfr", "qfr"), ("a language", "a language")),
     ],
 )
 def test_a_language_has_its_own_name_if_cldr_knows_it(code: str, name: str) -> None:
@@ -216,59 +192,35 @@ def test_codes_of_a_corpus_mean_the_same_when_they_are_read_again() -> None:
 @pytest.mark.parametrize(
     ("spelling", "codes", "found"),
     [
-        ("zho_Hant", ["zh", "zh_Hant"], "zh_Hant"),
-        ("zho_Hant", ["zh"], "zh"),
-        ("prs_Arab", ["fa", "prs"], "prs"),
-        ("pes_Arab", ["fa", "prs"], "fa"),
-        ("prs_Arab", ["fa"], "fa"),
-        ("zh_Hans", ["zh", "zh_Hant"], "zh"),
-        ("iw", ["he"], "he"),
-        ("chr_Cher", ["chr", "en"], "chr"),
-        ("fr", ["de"], None),
-        ("pt-br", ["pt", "pt_BR"], "pt_BR"),
-        ("por_BR", ["pt", "pt_BR"], "pt_BR"),
-        ("pt", ["pt", "pt_BR"], "pt"),
-        ("pt-PT", ["pt", "pt_BR"], "pt"),
-        ("pt-br", ["pt"], "pt"),
-        ("zh_Hant", ["zh", "zh_TW"], "zh_TW"),
-        ("zh_TW", ["zh", "zh_Hant"], "zh_Hant"),
-        ("zho-TW", ["zh_Hant", "zh"], "zh_Hant"),
-        ("zh_HK", ["zh", "zh_Hant"], "zh_Hant"),
-        ("zh_HK", ["zh", "zh_TW"], "zh_TW"),
-        ("zh_HK", ["zh"], "zh"),
-        ("zh-CN", ["zh_Hant", "zh"], "zh"),
-        ("pa_PK", ["pa", "pa_Arab"], "pa_Arab"),
-        ("pan-IN", ["pa", "pa_Arab"], "pa"),
-        ("uz_AF", ["uz", "uz_Arab"], "uz_Arab"),
-        ("sr_ME", ["sr", "sr_Latn"], "sr_Latn"),
-        ("zh", ["zho_Hant", "zho_Hans"], "zho_Hans"),
-        ("fr-CA", ["fra", "fra-CA"], "fra-CA"),
-        ("fr-CH", ["fra", "fra-CA"], "fra"),
-        ("twi", ["aka_Latn", "twi_Latn"], "twi_Latn"),
-        ("aka", ["aka_Latn", "twi_Latn"], "aka_Latn"),
-        ("prs", ["pes_Arab", "prs_Arab"], "prs_Arab"),
-        ("zh_Hant", ["x_of_its_own", "zh"], "zh"),
-        ("zh", ["zh_Hant"], None),
-        ("sr_Latn_RS", ["sr_RS", "sr_Latn_RS"], "sr_Latn_RS"),
+        *(("zho_Hant", "zh zh_Hant", "zh_Hant"), ("zho_Hant", "zh", "zh")),
+        *(("prs_Arab", "fa prs", "prs"), ("pes_Arab", "fa prs", "fa"), ("prs_Arab", "fa", "fa")),
+        *(("zh_Hans", "zh zh_Hant", "zh"), ("iw", "he", "he"), ("chr_Cher", "chr en", "chr")),
+        *(("fr", "de", None), ("pt-br", "pt pt_BR", "pt_BR"), ("por_BR", "pt pt_BR", "pt_BR")),
+        *(("pt", "pt pt_BR", "pt"), ("pt-PT", "pt pt_BR", "pt"), ("pt-br", "pt", "pt")),
+        *(("zh_Hant", "zh zh_TW", "zh_TW"), ("zh_TW", "zh zh_Hant", "zh_Hant")),
+        *(("zho-TW", "zh_Hant zh", "zh_Hant"), ("zh_HK", "zh zh_Hant", "zh_Hant")),
+        *(("zh_HK", "zh zh_TW", "zh_TW"), ("zh_HK", "zh", "zh"), ("zh-CN", "zh_Hant zh", "zh")),
+        *(("pa_PK", "pa pa_Arab", "pa_Arab"), ("pan-IN", "pa pa_Arab", "pa")),
+        *(("uz_AF", "uz uz_Arab", "uz_Arab"), ("sr_ME", "sr sr_Latn", "sr_Latn")),
+        *(("zh", "zho_Hant zho_Hans", "zho_Hans"), ("fr-CA", "fra fra-CA", "fra-CA")),
+        *(("fr-CH", "fra fra-CA", "fra"), ("twi", "aka_Latn twi_Latn", "twi_Latn")),
+        *(("aka", "aka_Latn twi_Latn", "aka_Latn"), ("prs", "pes_Arab prs_Arab", "prs_Arab")),
+        *(("zh_Hant", "x_of_its_own zh", "zh"), ("zh", "zh_Hant", None)),
+        ("sr_Latn_RS", "sr_RS sr_Latn_RS", "sr_Latn_RS"),
     ],
 )
 def test_a_spelling_is_found_among_the_codes_of_a_model(
-    spelling: str, codes: list[str], found: str | None
+    spelling: str, codes: str, found: str | None
 ) -> None:
-    assert find_code(spelling, codes) == found
+    assert find_code(spelling, codes.split()) == found
 
 
 @pytest.mark.parametrize(
-    "spellings",
-    [
-        ["zh_CN", "zh_TW"],
-        ["zho-CN", "zho-TW", "zho-HK"],
-        ["pa_IN", "pa_PK"],
-        ["az_AZ", "az_IR"],
-        ["sr_Latn_RS", "sr_RS"],
-    ],
+    "given",
+    ["zh_CN zh_TW", "zho-CN zho-TW zho-HK", "pa_IN pa_PK", "az_AZ az_IR", "sr_Latn_RS sr_RS"],
 )
-def test_a_spelling_is_found_under_the_code_that_its_corpus_gives_it(spellings: list[str]) -> None:
+def test_a_spelling_is_found_under_the_code_that_its_corpus_gives_it(given: str) -> None:
+    spellings = given.split()
     codes = distinct_codes(spellings)
     assert len(set(codes.values())) == 2
     assert {spelling: find_code(spelling, codes.values()) for spelling in spellings} == codes
@@ -304,25 +256,24 @@ def test_a_code_without_its_region_is_the_one_that_tables_know() -> None:
 @pytest.mark.parametrize(
     ("code", "name", "script"),
     [
-        ("pt_BR", "Brazilian Portuguese", "Latn"),
-        ("fr_CA", "Canadian French", "Latn"),
-        ("zh_TW", "Chinese (Taiwan)", "Hant"),
-        ("zh_CN", "Chinese (China)", "Hans"),
-        ("sr_Latn_RS", "Serbian (Latin, Serbia)", "Latn"),
+        *(("pt_BR", "Brazilian Portuguese", "Latn"), ("fr_CA", "Canadian French", "Latn")),
+        *(("zh_TW", "Chinese (Taiwan)", "Hant"), ("zh_CN", "Chinese (China)", "Hans")),
+        *(("sr_Latn_RS", "Serbian (Latin, Serbia)", "Latn"), ("de", "German", "Latn")),
+        *(("sr", "Serbian", "Cyrl"), ("sh", "Serbo-Croatian", "Latn"), ("zh", "Chinese", "Hans")),
+        *(("he", "Hebrew", "Hebr"), ("ur", "Urdu", "Arab"), ("ja", "Japanese", "Jpan")),
+        *(("fa", "Persian", "Arab"), ("prs_Arab", "Dari", "Arab"), ("ak", "Akan", "Latn")),
+        *(("twi", "Twi", "Latn"), ("zh_Hant", "Traditional Chinese", "Hant")),
+        ("ace_Arab", "Acehnese (Arabic)", "Arab"),
     ],
 )
-def test_the_language_of_a_region_has_a_name_and_a_script_and_its_languages_family(
+def test_a_language_has_its_usual_name_and_script_and_the_family_of_all_its_forms(
     code: str, name: str, script: str
 ) -> None:
-    family_of_all = family(code.partition("_")[0])
-    assert language(code) == Language(code, name, family_of_all, script)
-    assert parts_words_by_spaces(code) == (code[:2] != "zh")
-
-
-def test_two_scripts_have_one_family_and_a_name_each() -> None:
-    assert family("zh_Hant") == family("zh") == "Sino-Tibetan"
-    assert language("zh_Hant") == Language("zh_Hant", "Traditional Chinese", "Sino-Tibetan", "Hant")
-    assert language("ace_Arab").name == "Acehnese (Arabic)"
+    found = language(code)
+    assert (found.name, found.script) == (name, script)
+    assert found.family == family(code) == family(code.partition("_")[0])
+    assert code.startswith(("prs", "twi")) or found.code == code
+    assert parts_words_by_spaces(code) == (code[:2] not in ("zh", "ja"))
 
 
 def test_a_recipe_s_family_goes_before_the_registry_s() -> None:
@@ -344,27 +295,6 @@ def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None
     assert nearest_codes("sw", ["es", "sv", "sw_Arab"]) == ["sw_Arab"]
     assert nearest_codes("zh_Hant", ["zh", "ha"]) == ["zh"]
     assert nearest_codes("qq", ["de", "fr"]) == []
-
-
-@pytest.mark.parametrize(
-    ("code", "name", "script"),
-    [
-        ("de", "German", "Latn"),
-        ("sr", "Serbian", "Cyrl"),
-        ("sh", "Serbo-Croatian", "Latn"),
-        ("zh", "Chinese", "Hans"),
-        ("he", "Hebrew", "Hebr"),
-        ("ur", "Urdu", "Arab"),
-        ("ja", "Japanese", "Jpan"),
-        ("fa", "Persian", "Arab"),
-        ("prs_Arab", "Dari", "Arab"),
-        ("ak", "Akan", "Latn"),
-        ("twi", "Twi", "Latn"),
-    ],
-)
-def test_names_and_scripts_are_the_usual_ones(code: str, name: str, script: str) -> None:
-    found = language(code)
-    assert (found.name, found.script) == (name, script)
 
 
 def test_every_language_has_a_name_and_a_script() -> None:

@@ -193,7 +193,9 @@ def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[
 def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["import_corpus", "--recipe", "demo_dense", "--out", str(tmp_path / "corpus")]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n')
+    command = ["import_corpus", "--recipe", str(recipe), "--out", str(tmp_path / "corpus")]
     few = ["--set", "corpus.max_train_lines=7"]
     assert cli.main([*command, *few]) == 0
     manifest = read_manifest(tmp_path / "corpus")
@@ -202,7 +204,7 @@ def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
     assert cli.main([*command, *few]) == 0
     assert cli.main(command) == 2
     assert "corpus.max_train_lines: 7 → " in capsys.readouterr().err
-    assert names_in(tmp_path) == ["corpus"]
+    assert names_in(tmp_path) == ["corpus", "recipe.toml"]
 
 
 def test_describe_says_where_every_setting_comes_from(

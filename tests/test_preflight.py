@@ -9,7 +9,6 @@ import sys
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forked import Started, started_code
@@ -147,12 +146,6 @@ def run_in_new_process(
     return done.returncode, done.stdout, done.stderr
 
 
-def run_alone(world: World, out_dir: Path, **options: Any) -> tuple[int | None, str, str]:
-    """Start one rank; return its exit code and what it wrote to both streams."""
-    with started(world, out_dir, **options) as alone:
-        return alone.end()
-
-
 def run_nodes(
     out_dirs: list[Path],
     *,
@@ -205,23 +198,10 @@ def test_a_node_whose_folder_is_on_its_own_disk_is_named_at_once(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    codes, said, errors = run_nodes([tmp_path / "file/out"] * 2)
-    assert (codes, said) == ([EXIT_USER_ERROR] * 2, [])
-    (line,) = errors
-    assert line.startswith("mmnmt preflight: n1: ")
-    assert "cannot be written (" in line
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            "import torch; torch.__version__ = '2.0.1'",
-            "n2: torch is 2.0.1, and {torch} on n1.",
-        ),
+        ("import torch; torch.__version__ = '2.0.1'", "n2: torch is 2.0.1, and {torch} on n1."),
         (
             "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'no-card'",
             "n2: There is no network interface no-card. Set `interface` in the site file",
@@ -231,18 +211,8 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "n2: the lock that n1 holds does not keep this node out",
         ),
         ("import os; doctor._exchange = lambda _: os._exit(9)", "n2: rank 1 stopped answering."),
-        (
-            "import os; doctor._share = lambda *_: os._exit(9)",
-            "n2: rank 1 stopped answering.",
-        ),
     ],
-    ids=[
-        "another torch",
-        "no interface",
-        "no lock",
-        "gone before the network",
-        "gone before the folder",
-    ],
+    ids=["another torch", "no interface", "no lock", "gone"],
 )
 def test_the_node_on_which_something_is_broken_is_named(
     tmp_path: Path, change: str, expected: str
@@ -259,30 +229,42 @@ def test_the_node_on_which_something_is_broken_is_named(
 
 
 @pytest.mark.slow
-def test_in_a_job_a_problem_is_reported_as_the_end_of_the_rank(
+def test_a_folder_that_cannot_be_written_is_named_once_and_in_a_job_by_the_end_of_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "reports").mkdir()
     (tmp_path / "file").touch()
+    out_dirs = [tmp_path / "file/out"] * 2
+    codes, said, (line,) = run_nodes(out_dirs)
+    assert (codes, said) == ([EXIT_USER_ERROR] * 2, [])
+    assert line.startswith("mmnmt preflight: n1: ")
+    assert "cannot be written (" in line
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
-    assert run_nodes([tmp_path / "file/out"] * 2) == ([EXIT_USER_ERROR] * 2, [], [])
+    assert run_nodes(out_dirs) == ([EXIT_USER_ERROR] * 2, [], [])
     (end,) = read_ends(tmp_path / "reports")
     assert (end.rank, end.size, end.node, end.end) == (0, 2, "n1", "failed")
     assert end.cause.startswith("pre-flight: n1: ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "ended", "cause"),
+    [
+        (0, "crashed", "rank 1 of 2 did not reach"),
+        (1, "lost", "n2: Rank 0 cannot be reached at 127.0.0.1:"),
+    ],
+)
 def test_ranks_that_do_not_meet_may_do_so_in_another_start_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, ended: str, cause: str
 ) -> None:
     (tmp_path / "reports").mkdir()
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     world = World(rank, 2, 0, 1, LOOPBACK, free_port())
-    run_alone(world, tmp_path / "out", node=f"n{rank + 1}", patience=1)
+    with started(world, tmp_path / "out", node=f"n{rank + 1}", patience=1) as alone:
+        alone.end()
     (end,) = read_ends(tmp_path / "reports")
-    assert end.end == ("crashed" if rank == 0 else "lost")
-    assert end.cause.startswith("pre-flight: ")
+    assert end.end == ended
+    assert end.cause.startswith(f"pre-flight: {cause}")
 
 
 @pytest.mark.slow
@@ -318,21 +300,14 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_cannot_reach_rank_zero_names_itself(tmp_path: Path) -> None:
-    world = World(1, 2, 0, 1, LOOPBACK, free_port())
-    code, said, errors = run_alone(world, tmp_path / "out", node="n2", patience=1)
-    assert (code, said) == (EXIT_USER_ERROR, "")
-    assert errors.startswith("mmnmt preflight: n2: Rank 0 cannot be reached at 127.0.0.1:")
-
-
-@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
         world = World(0, 1, 0, 1, LOOPBACK, port)
-        code, said, errors = run_alone(world, tmp_path / "out", node="n1")
+        with started(world, tmp_path / "out", node="n1") as alone:
+            code, said, errors = alone.end()
     assert (code, said) == (EXIT_USER_ERROR, "")
     assert errors.startswith(f"mmnmt preflight: n1: Port {port} is taken by another process.")
 

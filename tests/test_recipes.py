@@ -45,14 +45,6 @@ BASES = tuple(
 ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
 
 
-def test_the_systems_of_the_paper_ship() -> None:
-    paper = {name for name in BASES if name.endswith("_opus100")} - {"bytes_opus100"}
-    systems = ("dense", "moe", "moe_lgr", "mmnmt_moe", "mmnmt")
-    assert paper == {f"{system}_opus100" for system in systems}
-    assert {"demo_dense", "bible24_dense"} <= set(BASES)
-    assert set(OVERLAYS) <= set(recipe_names())
-
-
 @pytest.mark.parametrize("name", ALL_RECIPES)
 def test_every_recipe_loads_and_is_described(name: str) -> None:
     recipe = load_recipe(name)
@@ -150,10 +142,7 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[trainnig]\nupdates = 3", "'trainnig'. Did you mean 'training'?"),
         ("[model.moe]\nnumexperts = 3", "'model.moe.numexperts'. Did you mean 'num_experts'?"),
         ("[corpus.cldr]\nzeroshot = []", "'corpus.cldr.zeroshot'. Did you mean 'zero_shot'?"),
-        (
-            "[[mixture.phases]]\nfrom_updat = 1",
-            "'mixture.phases.0.from_updat'. Did you mean 'from_update'?",
-        ),
+        ("[[mixture.phases]]\nfrom_updat = 1", "'mixture.phases.0.from_updat'. Did you mean 'from"),
         (
             "[[corpus.files]]\npair = 'de-en'\npaths = ['a']\nsplt = 'train'",
             "'corpus.files.0.splt'. Did you mean 'split'?",
@@ -192,6 +181,10 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[model.front]\nkind = 'msc'\nkernels = ['3']", '(item 1) is "3". Choose from 0, 1, 3,'),
         ("[model.front]\nkind = 'msha'\nscales = [9]", "scales (item 1) is 9. Choose a whole"),
         ("[corpus]\nfiles = [3]", "files (item 1) is 3. Write it as a table, [[corpus.files]]."),
+        (
+            "[[corpus.files]]\nsplit = 'train'\npair = 'de-en'\npaths = ['a', 'b', 'c']",
+            "paths is ['a', 'b', 'c']. Write a list of 1 to 2 entries.",
+        ),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_how_it_is_written(
@@ -215,14 +208,6 @@ def test_a_list_of_a_wrong_length_is_refused_with_the_length_it_may_have(
     path = write(tmp_path, "wrong", f"{setting} = {value}")
     said = refusal(lambda: load_recipe(path))
     assert said.endswith(f" {setting} is {value}. Write a list of {length}.")
-
-
-def test_a_list_of_paths_that_is_too_long_is_refused_with_its_length(tmp_path: Path) -> None:
-    files = "[[corpus.files]]\nsplit = 'train'\npair = 'de-en'\npaths = ['a', 'b', 'c']"
-    path = write(tmp_path, "wrong", files)
-    assert "paths is ['a', 'b', 'c']. Write a list of 1 to 2 entries." in refusal(
-        lambda: load_recipe(path)
-    )
 
 
 @pytest.mark.parametrize(
@@ -322,15 +307,6 @@ def test_a_difference_replaces_values_and_keeps_the_rest_of_a_table() -> None:
     assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 3, "c": 4}
 
 
-def test_a_recipe_in_a_file_may_build_on_one_that_ships(tmp_path: Path) -> None:
-    path = write(tmp_path, "mine", 'parent = "moe_opus100"\n[model.moe]\nnum_experts = 8')
-    recipe, parent = load_recipe(path), load_recipe("moe_opus100")
-    assert recipe.model.moe is not None
-    assert recipe.model.moe.num_experts == 8
-    assert recipe.model.moe.dispatch == "capacity"
-    assert recipe.optimizer == parent.optimizer
-
-
 @pytest.fixture(scope="module")
 def bases() -> list[Recipe]:
     return [load_recipe(name) for name in BASES]
@@ -340,6 +316,7 @@ def bases() -> list[Recipe]:
 @pytest.mark.parametrize("ds_config", ds_config_names())
 def test_every_recipe_merges_with_every_ds_config(bases: list[Recipe], ds_config: str) -> None:
     machine = load_ds_config(ds_config)
+    assert ("bf16" in machine) == ("bf16" in ds_config)
     for recipe in bases:
         micro_batches = recipe.batches.micro_batches
         for world_size in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
@@ -396,13 +373,8 @@ def test_any_number_of_ranks_up_to_the_micro_batches_serves_a_recipe() -> None:
 
 def test_ranks_that_cannot_share_the_experts_are_refused_with_the_sizes_that_can() -> None:
     def recipe(size: int) -> Recipe:
-        return Recipe.model_validate(
-            {
-                "name": "test",
-                "model": {"moe": {"num_experts": 8}},
-                "training": {"expert_parallel_size": size},
-            }
-        )
+        settings = {"model": {"moe": {"num_experts": 8}}}
+        return load_recipe(None, settings | {"training": {"expert_parallel_size": size}})
 
     check_ranks(recipe(4), ranks=12)
     assert expert_parallel_size(recipe(4), ranks=6) == 2

@@ -18,123 +18,89 @@ from pipeline.distributed.world import World
 from pipeline.registry import STAGES
 from pipeline.stage import named_path, stage_config
 
-MODEL = {
-    *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
-    *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
-    "converter_layers",
-    "language_modules",
-    *("initialization", "positions", "scale_embedding", "width"),
-}
-TRAINING: dict[str, set[str]] = {
+MODEL = """
+activation converter_layers decoder_layers embedding embedding_norm encoder_layers feed_forward
+feed_forward_width front initialization language_modules max_positions moe norm num_heads positions
+scale_embedding width
+"""
+TRAINING = {
     "model": MODEL,
-    "batches": {
-        *("evaluation_tokens", "micro_batches", "one_direction", "tag_scheme", "tokens"),
-        *("tag_is_label", "window_steps"),
-    },
-    "optimizer": {
-        *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
-        *("warmup_updates", "weight_decay"),
-    },
-    "loss": {
-        *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
-        "distillation",
-    },
-    "training": {
-        *("attention_dropout", "average_last", "best_by", "best_by_route", "dropout"),
-        "expert_output_masking",
-        *("moe_dropout", "patience", "router_jitter", "seed", "updates", "updates_of"),
-        "validate_every",
-    },
+    "batches": "evaluation_tokens micro_batches one_direction tag_is_label tag_scheme tokens "
+    "window_steps",
+    "optimizer": "betas clip_norm epsilon final_learning_rate learning_rate schedule "
+    "warmup_updates weight_decay",
+    "loss": "balance_weight distillation label_smoothing objective router_z_weight",
+    "training": "attention_dropout average_last best_by best_by_route dropout "
+    "expert_output_masking moe_dropout patience router_jitter seed updates updates_of "
+    "validate_every",
 }
-TASK: dict[str, set[str]] = {
-    **TRAINING,
-    "model": {"language_modules"},
-    "mixture": {"sampling_temperature"},
-    "tasks": {"languages", "max_tokens"},
-}
-DECIDING: dict[str, dict[str, set[str]]] = {
-    "import_corpus": {
-        "corpus": {
-            *("cldr", "columns", "directions", "files", "languages"),
-            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "regions"),
-            *("source", "swapped_sides", "untested"),
-        }
-    },
-    "import_tests": {"tests": {"directions", "languages"}, "corpus": {"pivot"}},
-    "add_translations": {"synthetic": {"min_round_trip", "min_score", "use"}},
-    "clean": {
+# How many lines are translated at once (tokens) decides, too: where evaluation_capacity_factor is
+# set, which tokens an expert drops depends on it.
+DECODING = """
+alignment_layer alignments banned beam_size choose comet length_penalty max_extra_length
+max_length_ratio n_best pivot precision required route router_language sampling_temperature search
+seed stopping targets tokens top_k top_p word_scores
+"""
+DECIDING = {
+    stage: {section: {*names.split()} for section, names in sections.items()}
+    for stage, sections in {
+        "import_corpus": {
+            "corpus": "cldr columns directions files languages max_test_lines max_train_lines "
+            "max_valid_lines pivot regions source swapped_sides untested"
+        },
+        "import_tests": {"tests": "directions languages", "corpus": "pivot"},
+        "add_translations": {"synthetic": "min_round_trip min_score use"},
         "clean": {
-            *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
-            *("identify_languages", "language_model", "joined_pairs"),
+            "clean": "drop_held_out_overlap identify_languages joined_pairs language_model "
+            "max_bytes max_characters max_length_ratio",
+            "corpus": "pivot",
         },
-        "corpus": {"pivot"},
-    },
-    "train_tokenizer": {
-        "tokenizer": {
-            *("byte_fallback", "character_coverage", "kind", "normalization"),
-            *("memory_bytes", "model_type"),
-            *("sample_lines", "sampling_temperature", "segmenters", "vocabulary_size"),
-            *("target_languages", "target_vocabulary_size"),
-        }
-    },
-    "make_shards": {"shards": {"max_tokens"}},
-    "mix": {
-        "mixture": {
-            *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
-            *("sampling_unit", "synthetic_share", "targets"),
-        }
-    },
-    "group_languages": {
-        "groups": {"extend", "max_group_share", "method"},
-        "corpus": {"pivot"},
-        "languages": {"family"},
-    },
-    "pretrain": TRAINING,
-    "upcycle": {
-        "model": MODEL,
-        "upcycling": {
-            *("graft_group_routers", "mask_ratio", "method", "noise_std", "seed"),
+        "train_tokenizer": {
+            "tokenizer": "byte_fallback character_coverage kind memory_bytes model_type "
+            "normalization sample_lines sampling_temperature segmenters target_languages "
+            "target_vocabulary_size vocabulary_size"
         },
-    },
-    "finetune": TRAINING,
-    "translate": {
-        "decoding": {
-            *("beam_size", "length_penalty", "max_extra_length", "max_length_ratio"),
-            # How many lines at once: where evaluation_capacity_factor is set, which tokens an
-            # expert drops depends on it.
-            *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best", "pivot"),
-            *("required", "route"),
-            *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
-            "top_p",
-            "word_scores",
-        }
-    },
-    "analyze_scales": {},
-    "analyze_languages": {},
-    "analyze_lengths": {},
-    "evaluate": {
-        "evaluation": {
-            *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores"),
-            "nearest_neighbor",
-            *("resamples", "word_accuracy", "word_side"),
+        "make_shards": {"shards": "max_tokens"},
+        "mix": {
+            "mixture": "max_upsampling phases sampling_over sampling_temperature sampling_unit "
+            "synthetic_share targets"
         },
-        "training": {"resource_thresholds"},
-    },
-    "finetune_task": TASK,
-    "evaluate_task": {},
+        "group_languages": {
+            "groups": "extend max_group_share method",
+            "corpus": "pivot",
+            "languages": "family",
+        },
+        "pretrain": TRAINING,
+        "upcycle": {
+            "model": MODEL,
+            "upcycling": "graft_group_routers mask_ratio method noise_std seed",
+        },
+        "finetune": TRAINING,
+        "translate_text": {"text": "field source", "decoding": DECODING},
+        "translate": {"decoding": DECODING},
+        "analyze_scales": {},
+        "analyze_vectors": {
+            "analysis": "directions router_languages",
+            "decoding": DECODING,
+            "evaluation": "bleu_tokenizer",
+        },
+        "analyze_languages": {},
+        "analyze_lengths": {},
+        "evaluate": {
+            "evaluation": "baseline bleu_tokenizer language_accuracy language_sets "
+            "nearest_neighbor resamples scores word_accuracy word_side",
+            "training": "resource_thresholds",
+        },
+        "finetune_task": {
+            **TRAINING,
+            "model": "language_modules",
+            "mixture": "sampling_temperature",
+            "tasks": "languages max_tokens",
+        },
+        "evaluate_task": {},
+    }.items()
 }
 """Stage → section → settings on which its result depends."""
-DECIDING["translate_text"] = {
-    "text": {"field", "source"},
-    "decoding": DECIDING["translate"]["decoding"],
-}
-DECIDING["analyze_vectors"] = {
-    "analysis": {"directions", "router_languages"},
-    "decoding": DECIDING["translate"]["decoding"],
-    "evaluation": {"bleu_tokenizer"},
-}
-
 BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {
         "training": {

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from support.forked import run_command, start_command
+from support.forked import started_code
 from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
+from support.tiny_models import attend_to_source, tiny_model
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -23,7 +24,6 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, DataError
-from pipeline.stages.translate import DoneLines
 
 MAX_POSITIONS = 40
 DECODING: Mapping[str, int | float] = {
@@ -78,9 +78,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model(byte_spec(max_positions=MAX_POSITIONS))
-    for layer in model.decoder_layers():  # so that translations differ with their sources
-        for name, parameter in layer.cross_attention.named_parameters():
-            parameter.data *= 6 if name.endswith("weight") else 1
+    attend_to_source(model, factor=6)
     return make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint", model)
 
 
@@ -111,16 +109,6 @@ def test_a_corrected_command_goes_on_after_one_that_was_refused_before_it_transl
     assert "text.field" in capsys.readouterr().err
     assert bench.run("out", "--set", 'decoding.targets=["en"]') == 0
     assert not (bench.directory / "out.run").exists()
-
-
-@pytest.mark.parametrize(
-    "line", [b'{"text": "a", "text": "b"}', b'{"text": "a", "b": {"c": 1, "c": 1}}']
-)
-def test_a_record_with_a_key_twice_is_refused(bench: Bench, line: bytes) -> None:
-    path = bench.directory / "a.jsonl"
-    path.write_bytes(line)
-    with pytest.raises(DataError, match=r"line 1 is not valid JSON .* has the key '\w+' twice"):
-        list(text_input.TextFile(path, "a.jsonl", "text").lines())
 
 
 def filtered(
@@ -324,6 +312,11 @@ def test_a_table_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
         ({"a.jsonl": b'{"txt": "x"}\n'}, r"a\.jsonl, line 1: .* no such field\. Did you mean 'txt"),
         ({"a.jsonl": b'\n{"text": 3}\n'}, r"a\.jsonl, line 2: the field 'text' is no text\. "),
         ({"a.jsonl": b'{"text": "x"\n'}, r"a\.jsonl, line 1 is not valid JSON"),
+        (
+            {"a.jsonl": b'{"text": "a", "text": "b"}'},
+            "not valid JSON .* has the key 'text' twice",
+        ),
+        ({"a.jsonl": b'{"text": "a", "b": {"c": 1, "c": 1}}'}, "line 1 .* has the key 'c' twice"),
         ({"a.jsonl": b"[]\n"}, r"a\.jsonl, line 1: it is no JSON object\. "),
         ({"a.png": b"x"}, r"texts holds no file that ends in \.txt, \.jsonl, .*, \.arrow\. Name"),
         (
@@ -331,10 +324,6 @@ def test_a_table_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
             r"a\.txt and \S+a\.txt\.gz would both be translated to a\.txt\. Rename",
         ),
         ({"A.txt": b"x", "a.jsonl": b""}, r"would both be translated to a\.txt"),
-    ],
-    ids=[
-        *("not-utf-8", "too-long", "cut-gzip", "no-field", "no-text", "no-json", "no-object"),
-        *("no-text-file", "one-output", "one-output-without-case"),
     ],
 )
 def test_text_that_cannot_be_read_is_named_before_anything_is_translated(
@@ -384,16 +373,8 @@ def refused(code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    ("batches", "has_chunk", "is_torn"), [(2, False, False), (4, True, False), (8, True, True)]
-)
 def test_an_interrupted_run_goes_on_with_the_same_batches_and_repeats_no_finished_one(
-    bench: Bench,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    batches: int,
-    has_chunk: bool,
-    is_torn: bool,
+    bench: Bench, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.write({"a.txt": as_text(LINES), "b.txt": as_text(LINES[::-1])})
     translated: list[tuple[tuple[str, int], ...]] = []
@@ -407,53 +388,50 @@ def test_an_interrupted_run_goes_on_with_the_same_batches_and_repeats_no_finishe
     assert bench.run("whole") == 0
     whole = Counter(translated)
     translated.clear()
-    stop_after(batches)
-    assert bench.run("out") == EXIT_RUN_AGAIN
-    assert len(translated) == batches
-    assert (bench.directory / "out.run" / "chunk-00000000.jsonl").exists() == has_chunk
-    if is_torn:
-        path = bench.directory / "out.run" / "rank-00000.jsonl"
-        path.write_bytes(path.read_bytes()[:-7])
+    for batches, has_chunk in ((2, False), (4, True), (8, True)):
+        stop_after(batches - len(translated))
+        assert bench.run("out") == EXIT_RUN_AGAIN
+        assert len(translated) == batches
+        assert (bench.directory / "out.run" / "chunk-00000000.jsonl").exists() == has_chunk
+    path = bench.directory / "out.run" / "rank-00000.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])  # as a kill may leave it
+    repeated = translated[-1:]
     stop_after(10**6)
     assert bench.run("out") == 0
-    repeated = [translated[batches - 1]] if is_torn else []
     assert Counter(translated) == whole + Counter(repeated)
     assert bench.made("out").digest == bench.made("whole").digest
     assert not (bench.directory / "out.run").exists()
 
 
-def test_a_run_that_ended_before_its_chunks_were_removed_removes_them_when_found_done(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.write({"a.txt": as_text(LINES)})
-
-    def end(_done: DoneLines) -> None:
-        if (bench.directory / "out").exists():  # else it begins
-            raise SystemExit(9)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(DoneLines, "remove", end)
-        bench.run("out")
-    assert (bench.directory / "out.run" / "chunk-00000000.jsonl").is_file()
-    assert bench.run("out") == 0
-    assert not (bench.directory / "out.run").exists()
+IN_SMALL_CHUNKS = """
+import sys
+from pipeline.decoding import text_input
+from support.forked import command
+text_input.CHUNK_LINES = 8
+command(sys.argv[1:])
+"""
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_one_process_goes_on_with_two_and_makes_what_one_does(bench: Bench) -> None:
-    empty = [""] * text_input.CHUNK_LINES
-    bench.write({"a.txt": as_text([*LINES, *empty, *(4 * LINES)])})
+def test_a_killed_run_of_one_process_goes_on_with_two_and_makes_what_one_does(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_input, "CHUNK_LINES", 8)
+    bench.write({"a.txt": as_text(5 * LINES)})
     english = ("--set", 'decoding.targets=["en"]')
     assert bench.run("whole", *english) == 0
-    process = start_command(bench.command("out", *english))
+    given = bench.command("out", *english)
     kept = bench.directory / "out.run" / "chunk-00000000.jsonl"
     deadline = time.monotonic() + 90
-    while process.is_alive() and not kept.exists():
-        assert time.monotonic() < deadline, "no chunk was ever finished"
-        time.sleep(0.002)
-    process.kill()
-    process.join(timeout=30)
+    with started_code(IN_SMALL_CHUNKS, given, environment=os.environ) as killed:
+        while killed.process.is_alive() and not kept.exists():
+            assert time.monotonic() < deadline, "no chunk was ever finished"
+            time.sleep(0.002)
+        killed.process.kill()
+        killed.end()
     assert not (bench.directory / "out").exists(), "killed too late"
-    ended = run_command(bench.command("out", *english, "--processes", "2"))
-    assert ended.returncode == 0, ended.stderr
+    given += ["--processes", "2"]
+    with started_code(IN_SMALL_CHUNKS, given, environment=os.environ) as started:
+        code, _, error = started.end()
+    assert code == 0, error
     assert bench.made("out").digest == bench.made("whole").digest

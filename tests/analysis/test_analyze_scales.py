@@ -73,14 +73,12 @@ def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(
     tmp_path: Path, front: dict[str, Any]
 ) -> None:
     checkpoint = routed_checkpoint(tmp_path, **front)
-    corpus = make_corpus(
-        tmp_path / "corpus",
-        {"test": {"de-en": {"de": ["Ein Satz.", "", "日本"], "en": ["A sentence.", "x", "y"]}}},
-    )
+    texts = {"de": ["Ein Satz.", "", "日本"], "en": ["A sentence.", "x", "y"]}
+    corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": texts}})
     translator = Translator(checkpoint, DecodingConfig())
     directions = [Direction("de", "en"), Direction("en", "de")]
     found = count_scales(translator, corpus, directions)
-    for direction, lines in zip(directions, TEXTS_OF_TWO, strict=True):
+    for direction, lines in zip(directions, texts.values(), strict=True):
         scales, by_hand = found[str(direction)], choices_by_hand(translator, direction, lines)
         spec = translator.model.spec.model
         top_k = spec.front.top_k  # type: ignore[attr-defined]
@@ -89,9 +87,6 @@ def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(
         assert scales["share"] == pytest.approx(expected, abs=1e-12)
         assert (scales["weighted_share"] == scales["share"]) == (top_k == 1)
     assert not translator.model.front.router._forward_hooks  # type: ignore[union-attr]
-
-
-TEXTS_OF_TWO = (["Ein Satz.", "", "日本"], ["A sentence.", "x", "y"])
 
 
 def test_weights_are_summed_where_their_scales_were_chosen() -> None:

@@ -14,10 +14,8 @@ from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import analysis_sections
 
 FIGURES = {
-    "share": [0.25, 0.75],
-    "mean": 0.75,
-    "weighted_share": [0.5, 0.5],
-    "weighted_mean": 0.5,
+    **{"share": [0.25, 0.75], "mean": 0.75},
+    **{"weighted_share": [0.5, 0.5], "weighted_mean": 0.5},
 }
 COUNTS = {"lines": 1, "tokens": 1}
 SCORES = {"bleu": 12.5, "chrf": 30.25, "changed": 1}

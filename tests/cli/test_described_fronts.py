@@ -28,7 +28,6 @@ num_experts = 4
 tokens = 512
 """
 FRONTS = {
-    "plain": 'kind = "subwords"',
     "msc": 'kind = "msc"',
     "msha": 'kind = "msha"\nscales = [0, 2, 3, 4]',
     "ada_msha": 'kind = "ada_msha"\nlanguage_vector = true',
@@ -36,7 +35,6 @@ FRONTS = {
     "wsf": 'kind = "wsf"\nlayers = 2',
 }
 IN_FRONT = {
-    "plain": 0,
     "msc": 2 * (4 * 4 * (3 + 5 + 7) + 3 * 4),
     "msha": 8 * 8 * (3 + 5 + 7) + 3 * 8,
     "ada_msha": 8 * 8 * (1 + 3 + 5 + 7 + 9) + 5 * 8 + 6 * 16,
@@ -45,28 +43,23 @@ IN_FRONT = {
 }
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--vocabulary", "260", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("front", FRONTS)
 def test_parameters_memory_and_launches_of_a_front_are_told(
-    tmp_path: Path, front: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipes = {}
-    for name in ("plain", front):
-        recipes[name] = tmp_path / f"{name}.toml"
-        recipes[name].write_text(RECIPE.format(front=FRONTS[name]), encoding="utf-8")
-    given = ("--recipe", str(recipes[front]))
-    parameters = said(capsys, "describe", *given)["parameters"]
-    assert parameters["front"] == IN_FRONT[front]
-    assert parameters["total"] == sum(
-        count for part, count in parameters.items() if part not in ("total", "active")
-    )
-    recipe = str(recipes[front])
-    memory = said(capsys, "estimate", recipe, "--processes", "2", "--device", "cpu")["memory"]
-    assert memory["device_bytes"] > 0
-    launches = said(capsys, "estimate", recipe)["training micro-batch"]
-    plain = said(capsys, "estimate", str(recipes["plain"]))["training micro-batch"]
-    assert (launches["launches"] > plain["launches"]) == (front != "plain")
+    def said(*words: str, front: str = 'kind = "subwords"') -> Any:
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text(RECIPE.format(front=front), encoding="utf-8")
+        assert main([*words, str(recipe), "--vocabulary", "260", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = said("describe", "--recipe")["parameters"]
+    launches = said("estimate")["training micro-batch"]["launches"]
+    assert plain["front"] == 0
+    for name, front in FRONTS.items():
+        added = {"front": IN_FRONT[name], "total": IN_FRONT[name], "active": IN_FRONT[name]}
+        parameters = said("describe", "--recipe", front=front)["parameters"]
+        assert parameters == {part: count + added.get(part, 0) for part, count in plain.items()}
+        assert parameters["total"] == sum({**parameters, "total": 0, "active": 0}.values())
+        estimated = said("estimate", front=front)
+        assert estimated["memory"]["device_bytes"] > 0
+        assert estimated["training micro-batch"]["launches"] > launches

@@ -32,13 +32,14 @@ def test_a_recipe_has_tables_of_memory_launches_and_time(
     assert "H100" in last
 
 
-def test_a_recipe_as_json_has_the_same_numbers_for_the_device_asked_for(
+def test_a_recipe_as_json_has_the_same_numbers_for_the_device_and_the_processes_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {}
-    for device in ("A100", "h200"):
-        assert cli.main(["estimate", "demo_moe", *SMALL, "--device", device, "--json"]) == 0
-        found[device] = json.loads(capsys.readouterr().out)
+    for device, processes in (("A100", "2"), ("h200", "2"), ("h200", "1")):
+        options = ["--device", device, "--processes", processes, "--json"]
+        assert cli.main(["estimate", "demo_moe", *SMALL, *options]) == 0
+        found[device, processes] = json.loads(capsys.readouterr().out)
     for document in found.values():
         memory = document["memory"]
         assert memory["device"] == "cuda"
@@ -47,19 +48,11 @@ def test_a_recipe_as_json_has_the_same_numbers_for_the_device_asked_for(
             step = document[name]
             assert step["launches"] == sum(step["kinds"].values()) > 0
             assert step["seconds"] == max(step["kernel_seconds"], step["host_seconds"])
-    assert found["A100"]["device"] == "a100"
-    assert found["A100"]["processes"] == 2
-    slow, fast = (found[name]["training micro-batch"]["kernel_seconds"] for name in found)
-    assert slow > fast
-
-
-def test_more_processes_hold_less_each(capsys: pytest.CaptureFixture[str]) -> None:
-    needed = []
-    for processes in ("1", "2"):
-        arguments = ["estimate", "demo_moe", *SMALL, "--processes", processes, "--json"]
-        assert cli.main(arguments) == 0
-        needed.append(json.loads(capsys.readouterr().out)["memory"]["device_bytes"])
-    assert needed[0] > needed[1]
+    slow, fast, alone = found.values()
+    assert (slow["device"], slow["processes"]) == ("a100", 2)
+    step = "training micro-batch"
+    assert slow[step]["kernel_seconds"] > fast[step]["kernel_seconds"]
+    assert alone["memory"]["device_bytes"] > fast["memory"]["device_bytes"]
 
 
 def test_on_a_cpu_memory_is_estimated_and_time_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,13 @@ import json
 import threading
 from collections.abc import MutableMapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
-from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding import grid_search
 from pipeline.decoding.beam_search import Search
@@ -33,18 +32,20 @@ SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> System:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     model = tiny_model(byte_spec(max_positions=40))
-    directory: Path = tmp_path_factory.mktemp("model") / "checkpoint"
-    make_checkpoint(directory, model)
-    return System.load("one", open_artifact(directory, kind="checkpoint"), decoding=DECODING)
+    made = make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint", model)
+    return open_artifact(made, kind="checkpoint")
+
+
+@pytest.fixture(scope="module")
+def system(checkpoint: Artifact) -> System:
+    return System.load("one", checkpoint, decoding=DECODING)
 
 
 def test_a_choice_by_minimum_bayes_risk_is_among_as_many_as_the_recipe_says(
-    tmp_path: Path,
+    checkpoint: Artifact,
 ) -> None:
-    make_checkpoint(tmp_path / "checkpoint", tiny_model(byte_spec(max_positions=40)))
-    checkpoint = open_artifact(tmp_path / "checkpoint", kind="checkpoint")
     decoding = DecodingConfig(beam_size=6, n_best=2, choose="mbr", max_extra_length=6)
     served = System.load("one", checkpoint, decoding=decoding).translator
     jobs = [Job(Direction("de", "en"), line, "Haus " * line) for line in range(8)]
@@ -71,11 +72,10 @@ def test_lines_that_are_translated_on_grids_are_translated_as_by_lists(
     )
 
 
-def test_lines_that_are_served_through_a_pivot_are_those_of_the_translator(tmp_path: Path) -> None:
-    spec = byte_spec(max_positions=40, languages=3)
-    make_checkpoint(tmp_path / "checkpoint", tiny_model(spec))
-    checkpoint = open_artifact(tmp_path / "checkpoint", kind="checkpoint")
-    pivot, *others = spec.languages
+def test_lines_that_are_served_through_a_pivot_are_those_of_the_translator(
+    checkpoint: Artifact,
+) -> None:
+    pivot, *others = ("de", "en", "fr")
     decoding = DECODING.model_copy(update={"pivot": pivot})
     served = System.load("one", checkpoint, decoding=decoding)
     texts = ["Haus", "", "Haus und Hof"]

@@ -52,14 +52,14 @@ def start_command(arguments: Sequence[str], *, streams: Path | None = None) -> F
 
     A folder of ``streams`` has its files or pipes ``stdin``, ``stdout`` and ``stderr``.
     """
-    return _start(_command, arguments, folder=Path.cwd(), streams=streams)
+    return _start(command, arguments, folder=Path.cwd(), streams=streams)
 
 
 def run_command(
     arguments: Sequence[str], *, folder: Path | None = None, given: str = "", timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mmnmt ARGUMENTS`` in a forked process, as ``subprocess.run`` would in a new one."""
-    return _run(_command, arguments, folder=folder or Path.cwd(), given=given, timeout=timeout)
+    return _run(command, arguments, folder=folder or Path.cwd(), given=given, timeout=timeout)
 
 
 def run_script(
@@ -159,7 +159,7 @@ def _become(
     program(arguments)
 
 
-def _command(arguments: list[str]) -> None:
+def command(arguments: list[str]) -> None:
     with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=_Launched)):
         leave(cli.main(arguments))
 

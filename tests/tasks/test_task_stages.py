@@ -34,19 +34,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tasks": {"max_tokens": 48},
         "mixture": {"sampling_temperature": 1.0},
         "batches": {
-            "micro_batches": 4,
-            "tokens": 128,
-            "window_steps": 2,
+            **{"micro_batches": 4, "tokens": 128, "window_steps": 2},
             "evaluation_tokens": 256,
         },
         "optimizer": {
-            "learning_rate": 5e-3,
-            "final_learning_rate": 0.0,
-            "warmup_updates": 5,
-            "betas": [0.9, 0.999],
-            "clip_norm": 1.0,
+            **{"learning_rate": 5e-3, "final_learning_rate": 0.0, "warmup_updates": 1},
+            **{"betas": [0.9, 0.999], "clip_norm": 1.0},
         },
-        "training": {"updates": 60, "dropout": 0.1, "validate_every": 20, "checkpoint_every": 20},
+        "training": {"updates": 4, "dropout": 0.1, "validate_every": 2, "checkpoint_every": 2},
+        "logging": {"every": 1},
+        "saving": {"keep_states": "last"},
     }
 }
 SETTINGS["qa"] = merge(SETTINGS["ner"], {"batches": {"tokens": 256}})
@@ -66,14 +63,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_recipe(task: str, **changes: Any) -> Recipe:
-    base = load_recipe(None, SETTINGS[task]).model_dump()
-    small = {
-        "training": {"updates": 4, "validate_every": 2, "checkpoint_every": 2},
-        "optimizer": {"warmup_updates": 1},
-        "logging": {"every": 1},
-        "saving": {"keep_states": "last"},
-    }
-    return Recipe.model_validate(merge(merge(base, small), changes))
+    return Recipe.model_validate(merge(load_recipe(None, SETTINGS[task]).model_dump(), changes))
 
 
 def make_call(
@@ -201,23 +191,33 @@ def test_a_tagger_can_be_the_mean_of_its_last_states(
         assert torch.equal(value, (both / 2).float()), name
 
 
+def learned(task: str, folder: Path, pool1: ProcessPool, **changes: Any) -> Path:
+    """Train a small encoder whose every word is a piece; return the model's folder."""
+    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
+    write_xlmr(folder / "xlmr", model=words, num_hidden_layers=1)
+    if task == "ner":
+        write_entities(folder / task, ["de", "en"])
+    else:
+        write_questions(folder / task, ["de", "en"])
+    recipe = make_recipe(
+        task,
+        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
+        optimizer={"learning_rate": 0.02},
+        **changes,
+    )
+    assert pool1.run(finetune, task, folder, folder / "model", recipe) == ["done"]
+    return folder / "model"
+
+
 def test_a_tagger_learns_what_names_look_like_and_a_shared_route_serves_any_language(
     pool1: ProcessPool, tmp_path: Path
 ) -> None:
-    """Every word is a piece: an encoder that looks at its token can learn which are names."""
-    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
-    write_xlmr(tmp_path / "xlmr", model=words, num_hidden_layers=1)
-    write_entities(tmp_path / "ner", ["de", "en"])
-    recipe = make_recipe(
-        "ner",
-        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
-        optimizer={"learning_rate": 0.02},
-        model={"language_modules": {**LOW_RANK, "shared": True}},
-        loss={"objective": "fuse_distillation"},
-    )
-    assert pool1.run(finetune, "ner", tmp_path, tmp_path / "fd", recipe) == ["done"]
+    """An encoder that looks at its token can learn which are names."""
+    modules = {"language_modules": {**LOW_RANK, "shared": True}}
+    loss = {"objective": "fuse_distillation"}
+    tagger = learned("ner", tmp_path, pool1, model=modules, loss=loss)
     write_entities(tmp_path / "tests", ["de", "fr"])
-    report = evaluated(tmp_path / "tests", {"fd": tmp_path / "fd"}, tmp_path / "scores")
+    report = evaluated(tmp_path / "tests", {"fd": tagger}, tmp_path / "scores")
     assert [one["name"] for one in report["systems"]] == ["fd", "fd (shared)"]
     assert report["left_out"] == {}
     for one in report["systems"]:
@@ -228,19 +228,11 @@ def test_a_tagger_learns_what_names_look_like_and_a_shared_route_serves_any_lang
 def test_a_reader_learns_to_find_the_only_name_of_a_passage(
     pool1: ProcessPool, tmp_path: Path
 ) -> None:
-    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
-    write_xlmr(tmp_path / "xlmr", model=words, num_hidden_layers=1)
-    write_questions(tmp_path / "qa", ["de", "en"])
-    recipe = make_recipe(
-        "qa",
-        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
-        optimizer={"learning_rate": 0.02},
-    )
-    assert pool1.run(finetune, "qa", tmp_path, tmp_path / "reader", recipe) == ["done"]
-    report = evaluated(tmp_path / "qa", {"reader": tmp_path / "reader"}, tmp_path / "scores")
-    (reader,) = report["systems"]
-    assert reader["mean"]["exact_match"] > 70
-    assert reader["mean"]["f1"] >= reader["mean"]["exact_match"]
+    reader = learned("qa", tmp_path, pool1)
+    report = evaluated(tmp_path / "qa", {"reader": reader}, tmp_path / "scores")
+    (found,) = report["systems"]
+    assert found["mean"]["exact_match"] > 70
+    assert found["mean"]["f1"] >= found["mean"]["exact_match"]
 
 
 def evaluated(data: Path, systems: dict[str, Path], out_dir: Path) -> dict[str, Any]:

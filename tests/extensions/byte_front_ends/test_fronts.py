@@ -298,18 +298,6 @@ def test_given_words_part_attention_beside_those_of_white_space(norm: str) -> No
     assert changed <= {0, 2, 4}
 
 
-def test_given_words_that_are_those_of_white_space_change_nothing() -> None:
-    spec = spec_with(FRONTS["wsf"])
-    model = double_model(spec)
-    plain = random_batch(spec, sentences=5, seed=7, longest=20)
-    tokens = model.tokens_of(plain.source, plain.source_language_B, plain.target_language_B)
-    front: Any = model.front
-    source = Source(plain.source_N, plain.source, tokens, model.embedding)
-    begins_N = word_begins(source, front.lone_ids)
-    again = replace(plain, source_begins_N=begins_N)
-    assert torch.equal(encoded(model, again), encoded(model, plain))
-
-
 def test_packed_attention_is_given_the_same_words_as_the_mask() -> None:
     spec = spec_with(FRONTS["wsf"])
     batch = with_given_words(random_batch(spec, sentences=5, seed=7, longest=20), seed=4)

@@ -106,23 +106,6 @@ def test_gradients_are_those_of_autograd_and_zeros_for_languages_that_are_absent
     assert layer.low_rank.vertical.grad[[0, 2]].abs().min() > 0
 
 
-def test_one_language_is_one_low_rank_layer() -> None:
-    layer = layer_of("pair_wise")
-    x_ND = torch.randn(4, 5, dtype=torch.float64)
-    flat, vertical = layer.low_rank.flat[2], layer.low_rank.vertical[2]
-    expected = nn.functional.linear(x_ND, layer.weight, layer.bias) + x_ND @ flat.T @ vertical.T
-    found = layer(x_ND, tokens_of([(2, 2)], [4]))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_pair_wise_between_equal_languages_is_language_wise() -> None:
-    tokens = tokens_of([(0, 0), (3, 3)], [2, 2])
-    x_ND = torch.randn(4, 5, dtype=torch.float64)
-    found = [layer_of(kind)(x_ND, tokens) for kind in ("pair_wise", "source", "target")]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @pytest.mark.parametrize("within", ["attention", "both"])
 def test_the_decoders_attention_to_the_source_can_be_left_out(within: str) -> None:
     names = tensor_shapes(spec_of(within=within))
@@ -235,11 +218,8 @@ def test_modules_of_a_language_that_the_tokenizer_lacks_are_refused() -> None:
 
 
 PAPER_BIG: dict[str, object] = {
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-    "width": 1024,
-    "feed_forward_width": 4096,
-    "num_heads": 16,
+    **{"encoder_layers": 6, "decoder_layers": 6, "width": 1024},
+    **{"feed_forward_width": 4096, "num_heads": 16},
 }
 PAPER_SMALL = PAPER_BIG | {"width": 512, "feed_forward_width": 1024, "num_heads": 4}
 
@@ -257,13 +237,14 @@ def total(model: dict[str, object], *, vocabulary: int, languages: int) -> int:
 def test_parameters_on_opus100_are_those_of_the_paper(
     rank: int, millions: int, shared_millions: float
 ) -> None:
-    plain = total(PAPER_BIG, vocabulary=64_095, languages=95)
     modules = {"kind": "low_rank", "rank": rank}
-    with_modules = total(PAPER_BIG | {"language_modules": modules}, vocabulary=64_095, languages=95)
-    with_shared = total(
-        PAPER_BIG | {"language_modules": modules | {"shared": True}},
-        vocabulary=64_095,
-        languages=95,
+    plain, with_modules, with_shared = (
+        total(PAPER_BIG | more, vocabulary=64_095, languages=95)
+        for more in (
+            {},
+            {"language_modules": modules},
+            {"language_modules": modules | {"shared": True}},
+        )
     )
     assert with_modules - plain == 2 * 95 * 12 * rank * (1024 + 4096)
     assert with_shared - with_modules == 2 * 12 * rank * (1024 + 4096)
