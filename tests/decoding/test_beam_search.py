@@ -17,7 +17,6 @@ from support.searched_models import (
     full_score,
     model_of,
     next_log_p,
-    raising_logit,
     rounded,
     translate,
 )
@@ -40,12 +39,15 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.transformer import Transformer
 
-# ---------------------------------------------------------------- against decoding without a cache
 
-
-@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("norm", "positions", "kind"),
+    [
+        *(("pre", "sinusoidal", "dense"), ("post", "learned", "dense")),
+        *(("pre", "learned", "moe"), ("post", "sinusoidal", "moe")),
+        *(("pre", "sinusoidal", "moe-lgr"), ("post", "learned", "moe-lgr")),
+    ],
+)
 def test_logits_of_every_step_equal_those_of_the_whole_prefix(
     monkeypatch: pytest.MonkeyPatch, norm: str, positions: str, kind: Kind
 ) -> None:
@@ -96,23 +98,28 @@ def assert_steps_equal_whole_prefixes(model: Transformer, monkeypatch: pytest.Mo
     torch.testing.assert_close(stepped, expected, rtol=2e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("penalty", "kind"),
+    [(0.0, "dense"), (1.0, "moe"), (1.7, "moe-lgr"), (1.0, "moe-capacity")],
+)
 def test_a_score_is_the_normalised_log_probability_of_the_tokens_and_the_end(
     penalty: float, kind: Kind
 ) -> None:
     model = model_of(kind, seed=2)
     examples = random_examples(model.spec, sentences=6, seed=2)
-    for example, found in zip(
-        examples, translate(model, examples, length_penalty=penalty), strict=True
-    ):
-        expected = full_score(model, example, found.tokens, penalty=penalty)
-        assert found.score == rounded(expected)
+    every = translate(model, examples, length_penalty=penalty)
+    for example, found in zip(examples, every, strict=True):
+        assert found.score == rounded(full_score(model, example, found.tokens, penalty=penalty))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
-@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+@pytest.mark.parametrize(
+    ("stopping", "kind"),
+    [
+        *(("fairseq", "dense"), ("huggingface", "moe")),
+        *(("huggingface", "moe-lgr"), ("fairseq", "moe-capacity")),
+    ],
+)
 def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind) -> None:
     model = model_of(kind)
     examples = random_examples(model.spec, sentences=9, seed=4, shortest=1, longest=20)
@@ -124,8 +131,14 @@ def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind)
         assert alone.score == rounded(found.score)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr", "moe-capacity"])
-@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+@pytest.mark.parametrize(
+    ("stopping", "kind"),
+    [
+        *(("fairseq", "dense"), ("huggingface", "dense")),
+        ("fairseq", "moe-lgr"),
+        ("huggingface", "moe-capacity"),
+    ],
+)
 def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
     stopping: str, kind: Kind
 ) -> None:
@@ -156,8 +169,7 @@ def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
     assert entries[-1] < 24 * 4 * 9 / 2  # those that nothing reads any more are dropped
 
 
-@pytest.mark.parametrize("grid", [False, True], ids=["lists", "grid"])
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+@pytest.mark.parametrize(("kind", "grid"), [("dense", False), ("dense", True), ("moe-lgr", True)])
 def test_sentences_that_are_dropped_leave_the_caches_and_the_others_as_they_are(
     kind: Kind, grid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,9 +216,6 @@ def test_half_precision_changes_scores_by_rounding_only() -> None:
         assert found.score == pytest.approx(expected, rel=0.05)
 
 
-# ---------------------------------------------------------------- the search
-
-
 def every_hypothesis(pieces: Sequence[int], *, longest: int) -> Iterator[tuple[int, ...]]:
     """Yield all token sequences that end by the limit, without the end-of-sentence."""
     for length in range(longest):
@@ -244,12 +253,8 @@ def test_a_beam_as_wide_as_the_space_finds_all_sequences_in_order(
     seed: int, penalty: float
 ) -> None:
     model = model_of("moe-lgr", seed=seed, vocabulary=6)
-    example = replace(
-        EXAMPLE_OF_SIX,
-        source=[0, 3, 4][: 1 + seed % 3],
-        source_language=seed % 4,
-        target_language=(seed + 1) % 4,
-    )
+    languages: dict[str, Any] = {"source_language": seed % 4, "target_language": (seed + 1) % 4}
+    example = replace(EXAMPLE_OF_SIX, source=[0, 3, 4][: 1 + seed % 3], **languages)
     scores = score_of_every_hypothesis(model, example, penalty=penalty)
     assert len(scores) == 1 + 4 + 16
     found = wide_search(model, source_of(example), penalty=penalty)
@@ -268,7 +273,7 @@ def test_a_beam_as_wide_as_the_space_finds_all_sequences_in_order(
         {"prefix": (4,), "banned": ((4, 4), (4, 0), (4, 3, 5))},
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_restricted_hypotheses_are_all_that_keep_to_it_in_order_with_unchanged_scores(
     seed: int, restriction: dict[str, Any]
 ) -> None:
@@ -336,48 +341,10 @@ def test_settings_that_do_not_go_together_are_refused(
         DecodingConfig.model_validate(settings)
 
 
-def fairseq_search(
-    model: Transformer, example: Example, *, beams: int, penalty: float, limit: int
-) -> Translation:
-    """Search by fairseq's rule, one sentence and one hypothesis at a time."""
-    running: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    ended: list[Translation] = []
-    for length in range(1, limit + 1):
-        candidates = []
-        for total, tokens in running:
-            log_p_V = next_log_p(model, example, tokens)[-1].tolist()
-            for token, log_p in enumerate(log_p_V):
-                if token != PAD_ID and (length < limit or token == EOS_ID):
-                    candidates.append((total + log_p, tokens, token))
-        candidates.sort(key=lambda candidate: -candidate[0])
-        for total, tokens, token in candidates[:beams]:
-            if token == EOS_ID and len(ended) < beams:
-                ended.append(Translation(tokens, total / length**penalty))
-        if len(ended) >= beams:
-            break
-        going_on = [(t, (*tokens, token)) for t, tokens, token in candidates if token != EOS_ID]
-        running = going_on[:beams]
-    return max(ended, key=lambda hypothesis: hypothesis.score)
-
-
-@pytest.mark.parametrize(("seed", "beams", "penalty"), [(0, 2, 1.0), (1, 3, 0.0), (2, 4, 1.5)])
-def test_a_sentence_ends_by_fairseqs_rule(seed: int, beams: int, penalty: float) -> None:
-    model = model_of("dense", seed=seed)
-    examples = random_examples(model.spec, sentences=5, seed=seed)
-    found = translate(model, examples, beam_size=beams, length_penalty=penalty, limit=9)
-    expected = [
-        fairseq_search(model, one, beams=beams, penalty=penalty, limit=9) for one in examples
-    ]
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        assert one.score == rounded(other.score)
-
-
 @pytest.mark.parametrize(
-    ("beams", "penalty", "n_best"),
-    [(3, 1.0, 1), (4, 0.0, 1), (5, 1.0, 1), (5, 2.0, 1), (5, 0.0, 4), (5, 1.0, 4)],
+    ("seed", "beams", "penalty", "n_best"),
+    [(0, 3, 1.0, 1), (1, 4, 0.0, 1), (1, 5, 2.0, 1), (0, 5, 0.0, 4), (1, 5, 1.0, 4)],
 )
-@pytest.mark.parametrize("seed", range(2))
 def test_the_huggingface_rule_finds_what_generate_finds(
     seed: int, beams: int, penalty: float, n_best: int
 ) -> None:
@@ -387,14 +354,9 @@ def test_the_huggingface_rule_finds_what_generate_finds(
         replace(one, decoder_prompt=(EOS_ID, 17), target_language=1)
         for one in random_examples(model.spec, sentences=7, seed=seed)
     ]
-    config = DecodingConfig(
-        beam_size=beams,
-        n_best=n_best,
-        length_penalty=penalty,
-        stopping="huggingface",
-        max_length_ratio=0.0,
-        max_extra_length=limit,
-    )
+    limits = {"max_length_ratio": 0.0, "max_extra_length": limit}
+    sizes = {"beam_size": beams, "n_best": n_best, "length_penalty": penalty, **limits}
+    config = DecodingConfig.model_validate({**sizes, "stopping": "huggingface"})
     found = beam_search_n_best(model, [source_of(one) for one in examples], config, eos_id=EOS_ID)
     source = collate(examples, eos_id=EOS_ID)
     ids = padded(source.source_N, source.source, fill=PAD_ID)
@@ -422,19 +384,9 @@ def strip(tokens: list[int]) -> tuple[int, ...]:
     return tuple(token for token in tokens[2:] if token not in (EOS_ID, PAD_ID))
 
 
-# ---------------------------------------------------------------- limits
-
-
 @pytest.mark.parametrize(
     ("source_tokens", "ratio", "extra", "expected"),
-    [
-        (7, 2.0, 10, 24),
-        (7, 1.5, 0, 10),
-        (7, 0.0, 1, 1),
-        (7, 0.1, 0, 1),
-        (100, 2.0, 10, 60),
-        (7, 0.0, 3, 3),
-    ],
+    [(7, 2.0, 10, 24), (7, 1.5, 0, 10), (7, 0.0, 3, 3), (7, 0.1, 0, 1), (100, 2.0, 10, 60)],
 )
 def test_the_length_limit_follows_the_source_within_the_models_positions(
     source_tokens: int, ratio: float, extra: int, expected: int
@@ -475,21 +427,6 @@ def test_a_hypothesis_never_outgrows_the_models_positions() -> None:
         model, [example], eos_id=PAD_ID, stopping="huggingface", max_extra_length=50
     )
     assert len(found.tokens) == 12 - len(example.decoder_prompt)
-
-
-def test_padding_is_never_generated() -> None:
-    model = model_of("dense")
-    with torch.no_grad():
-        embedding_table(model)[PAD_ID] += raising_logit(model, by=4)
-    would_be_best = 0
-    examples = random_examples(model.spec, sentences=6, seed=1)
-    for example, found in zip(examples, translate(model, examples), strict=True):
-        assert PAD_ID not in found.tokens
-        log_p_LV = next_log_p(model, example, found.tokens)
-        would_be_best += int((log_p_LV.argmax(1) == PAD_ID).sum())
-        expected = full_score(model, example, found.tokens, penalty=1.0)
-        assert found.score == rounded(expected)
-    assert would_be_best > 0
 
 
 def test_a_model_in_training_mode_is_searched_without_dropout() -> None:

@@ -13,8 +13,9 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels.cpu import sparing_loops
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr", "moe-capacity"])
-@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize(
+    ("beams", "kind"), [(1, "dense"), (4, "dense"), (4, "moe-lgr"), (1, "moe-capacity")]
+)
 def test_a_search_by_operators_finds_what_one_by_compiled_loops_finds(
     beams: int, kind: Kind
 ) -> None:

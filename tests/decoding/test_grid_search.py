@@ -32,8 +32,6 @@ def grid_search(
     return GridSearch(model, sources, config, eos_id=EOS_ID, grids=grids or Grids()).run()
 
 
-# ---------------------------------------------------------------- against a search in plain Python
-
 CASES = 25
 
 
@@ -77,7 +75,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize(
     ("twins", "seed"),
-    [*((False, seed) for seed in range(16)), *((True, seed) for seed in range(8))],
+    [*((False, seed) for seed in range(8)), *((True, seed) for seed in range(4))],
 )
 def test_random_searches_find_what_a_search_in_plain_python_finds(twins: bool, seed: int) -> None:
     """Of equally likely tokens either may be found; the scores are the same."""
@@ -96,9 +94,6 @@ def test_random_searches_find_what_a_search_in_plain_python_finds(twins: bool, s
                 tokens = [one.tokens for one in of_source]
                 assert len({*tokens}) == len(tokens)
                 assert twins or tokens == [one.tokens for one in other]
-
-
-# ---------------------------------------------------------------- with a model
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe-lgr"])

@@ -1,6 +1,7 @@
 """Tests of pipeline/decoding/hypotheses.py."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
-@pytest.mark.parametrize("rows", [3, 256])
+@pytest.mark.parametrize(("rows", "kind"), [(3, "dense"), (256, "moe"), (256, "moe-lgr")])
 def test_log_probabilities_are_those_of_one_pass_per_token(
     kind: Kind, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,15 +72,10 @@ def test_attention_is_the_mean_of_the_heads_of_the_peer_s_layer(layer: int) -> N
         assert forced.attention_TS is not None
         tokens, source = len(example.target), len(sources[row].tokens)
         assert forced.attention_TS.shape == (tokens, source)
-        torch.testing.assert_close(
-            forced.attention_TS.sum(1), torch.ones(tokens), rtol=1e-5, atol=1e-6
-        )
         first = len(example.decoder_prompt) - 1
         wanted = expected[row, first : first + tokens, :source]
         torch.testing.assert_close(forced.attention_TS, wanted, rtol=1e-4, atol=1e-5)
 
-
-# ---------------------------------------------------------------- language modules
 
 MODULES: dict[str, dict[str, Any]] = {
     "low_rank": {"kind": "low_rank", "rank": 3, "within": "both", "shared": True},
@@ -99,13 +94,7 @@ def with_modules(kind: str) -> Transformer:
 
 @pytest.mark.parametrize(
     ("kind", "route"),
-    [
-        ("low_rank", "specific"),
-        ("low_rank", "shared"),
-        ("language_experts", "specific"),
-        ("language_experts", "shared"),
-        ("clsr", "specific"),
-    ],
+    [*product(("low_rank", "language_experts"), ("specific", "shared")), ("clsr", "specific")],
 )
 def test_a_beams_score_is_that_of_one_pass_over_its_tokens(kind: str, route: Route) -> None:
     model = with_modules(kind)

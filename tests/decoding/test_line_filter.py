@@ -79,7 +79,8 @@ def apart_from_invalid(error: str) -> str:
     return INVALID.sub("", error)
 
 
-# ---------------------------------------------------------------- within this process
+def errors(capsys: pytest.CaptureFixture[str]) -> str:
+    return apart_from_invalid(capsys.readouterr().err)
 
 
 Piped: TypeAlias = Callable[..., tuple[int, list[str]]]
@@ -111,15 +112,14 @@ def piped(checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     return run
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 256])
+@pytest.mark.parametrize("at_once", [3, 256])
 def test_one_line_comes_out_per_line_in_order_however_many_are_translated_at_once(
     piped: Piped, translated: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     lines = ["Ein kurzer Satz.", "", "Ja", "  ", "Der zweite Satz ist länger.", *"abcdefg"]
     code, found = piped("\n".join(lines).encode())
-    assert code == 0
-    assert found == [translated(line) for line in lines]
+    assert (code, found) == (0, [translated(line) for line in lines])
     assert found[1] == found[3] == ""
     assert len(set(found)) > len(lines) / 2
 
@@ -165,7 +165,7 @@ def test_long_lines_are_split_and_joined_and_that_is_said_once(
     parts = [translated(sentence).strip() for sentence in sentences]
     assert found[1] == " ".join(part for part in parts if part)
     assert found[3] == " ".join(part for part in parts * 2 if part)
-    assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
+    assert errors(capsys).splitlines() == [
         "mmnmt translate: 2 of 4 lines exceeded the model's 38 tokens: split into"
         " 6 parts, at sentence ends if possible, translated, and joined again."
     ]
@@ -179,8 +179,7 @@ def test_a_line_that_cannot_be_read_stands_as_an_empty_one_and_is_named(
     code, found = piped(data)
     assert code == EXIT_USER_ERROR
     assert found == [translated("Ja"), "", "", translated("Nein")]
-    said = apart_from_invalid(capsys.readouterr().err).splitlines()
-    assert said == [
+    assert errors(capsys).splitlines() == [
         f"mmnmt translate: Line 2 is not UTF-8 (invalid start byte at byte 1). {AS_EMPTY}",
         f"mmnmt translate: Line 3 is longer than 1,048,576 bytes. {AS_EMPTY}",
     ]
@@ -191,7 +190,7 @@ def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
 ) -> None:
     code, found = piped(b"\xff\n" * 500)
     assert (code, found) == (EXIT_USER_ERROR, [""] * 500)
-    said = apart_from_invalid(capsys.readouterr().err).splitlines()
+    said = errors(capsys).splitlines()
     assert len(said) == line_filter.NAMED_PROBLEMS + 1
     assert "500 of 500 lines could not be read" in said[-1]
 
@@ -229,8 +228,7 @@ def test_details_make_every_line_an_object_whose_text_is_the_translation(
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     lines = ["Ein kurzer Satz.", "", "Ja"]
     asked = ["--n-best", "2", "--word-scores", "--alignments"]
-    data = "\n".join(lines).encode()
-    code, found = piped(data, more=asked)
+    code, found = piped("\n".join(lines).encode(), more=asked)
     assert code == 0
     records = [json.loads(line) for line in found]
     texts = [" ".join(record["text"].splitlines()) for record in records]
@@ -263,14 +261,12 @@ def test_a_translation_begins_with_what_stands_behind_the_tab(
     piped: Piped, translated: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = "Ja\tYes, \nNein\nSo\t" + "x" * 40 + "\nDoch\tab"
-    more = ["--prefixes", "--banned", "ba"]
-    code, found = piped(data.encode(), more=more)
+    code, found = piped(data.encode(), more=["--prefixes", "--banned", "ba"])
     assert code == EXIT_USER_ERROR
     assert found[0].startswith("Yes, ")
-    assert found[1] == translated("Nein")
-    assert found[2] == ""
+    assert found[1:3] == [translated("Nein"), ""]
     assert found[3].startswith("ab")
-    assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
+    assert errors(capsys).splitlines() == [
         "mmnmt translate: Line 3 has a prefix of 40 tokens, of which the model takes 37. "
         + AS_EMPTY
     ]
@@ -293,7 +289,7 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     assert "ab ba" in found[0]
     assert "x" in found[0]
     assert found[1:] == [translated("Nein"), "", translated("Doch"), "", "", ""]
-    assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
+    assert errors(capsys).splitlines() == [
         "mmnmt translate: Line 3 must have 40 tokens in its translation, of which the model takes "
         f"37. {AS_EMPTY}",
         *(
@@ -306,31 +302,31 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("phrases", "translated_lines", "said"),
+    ("phrases", "at_once", "translated_lines", "said"),
     [
-        ("ab\n", 1, "has fewer lines than the input, which goes on after line 1"),
-        ("", 0, "has fewer lines than the input, which goes on after line 0"),
-        ("ab\n\n\nx\n", 3, "has more lines than the input"),
-        ("\n\n\n\n", 3, "has more lines than the input"),
+        ("ab\n", 1, 1, "has fewer lines than the input, which goes on after line 1"),
+        ("ab\n", 256, 1, "has fewer lines than the input, which goes on after line 1"),
+        ("", 1, 0, "has fewer lines than the input, which goes on after line 0"),
+        ("ab\n\n\nx\n", 1, 3, "has more lines than the input"),
+        ("\n\n\n\n", 256, 3, "has more lines than the input"),
     ],
 )
-@pytest.mark.parametrize("at_once", [1, 256])
 def test_a_file_of_phrases_with_another_number_of_lines_is_refused(
     piped: Piped,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     phrases: str,
+    at_once: int,
     translated_lines: int,
     said: str,
-    at_once: int,
 ) -> None:
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     (tmp_path / "phrases").write_text(phrases, encoding="utf-8")
     more = ["--must-file", str(tmp_path / "phrases")]
     code, found = piped(b"Ja\nNein\nSo\n", more=more)
     assert (code, len(found)) == (EXIT_USER_ERROR, translated_lines)
-    error = apart_from_invalid(capsys.readouterr().err)
+    error = errors(capsys)
     assert f"The file of required phrases {said}" in error
     assert error.count("\n") == 1
 
@@ -450,27 +446,25 @@ def test_any_two_languages_of_the_model_make_a_direction(checkpoint: Artifact) -
                 assert found.score < 0
 
 
-def test_one_language_twice_is_refused_however_it_is_spelt(checkpoint: Artifact) -> None:
-    translator = Translator(checkpoint, DECODING)
-    with pytest.raises(ConfigError, match="--from de and --to deu_Latn are one language"):
-        find_direction(translator, source="de", target="deu_Latn")
-
-
 @pytest.mark.parametrize("target", ["dx", "zh-CN", "not a language", ""])
 def test_an_unknown_language_is_refused_before_anything_is_read(
     piped: Piped, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     found = piped(b"Ja\n", source="en", target=target)
     assert found == (EXIT_USER_ERROR, [])
-    (said,) = apart_from_invalid(capsys.readouterr().err).splitlines()
+    (said,) = errors(capsys).splitlines()
     assert f"This model does not know the language {target!r}. Choose from de, en, fr, ru" in said
 
 
 @pytest.mark.parametrize(
     ("source", "target", "said"),
-    [("en", "German", "'German' .*'de'"), ("Russian", "en", "'Russian' .*'ru'")],
+    [
+        ("de", "deu_Latn", "--from de and --to deu_Latn are one language"),
+        ("en", "German", "'German' .*'de'"),
+        ("Russian", "en", "'Russian' .*'ru'"),
+    ],
 )
-def test_the_name_of_a_language_is_refused_with_the_models_code(
+def test_one_language_twice_and_names_of_languages_are_refused_with_the_models_code(
     checkpoint: Artifact, source: str, target: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -487,9 +481,6 @@ def test_a_closed_stream_is_said_in_a_sentence(
     monkeypatch.setattr(f"sys.{stream}", None)
     assert cli.main(arguments(checkpoint)) == EXIT_USER_ERROR
     assert "Standard input or output is closed" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- as a process
 
 
 class Conversation:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.searched_models import (
     translate,
 )
 from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples, source_of
+from torch import Tensor
 
 from pipeline.batching.batch import Example
 from pipeline.decoding.hypotheses import Translation
@@ -35,9 +37,6 @@ def samples(
 ) -> list[list[Translation]]:
     config = sampling(**{"max_length_ratio": 1.0, **settings})
     return sample(model, [source_of(one) for one in examples], config, eos_id=EOS_ID)
-
-
-# ---------------------------------------------------------------- what is drawn from
 
 
 def test_probabilities_are_those_of_the_logits_over_the_temperature() -> None:
@@ -99,21 +98,7 @@ def test_no_number_draws_what_cannot_come(number: float) -> None:
     assert token in (1, 3)
 
 
-# ---------------------------------------------------------------- sentences
-
-
 TEMPERATURE = 3.0
-
-
-def likelihood(model: Transformer, example: Example, tokens: Sequence[int], limit: int) -> float:
-    """Score a sampled sentence by one pass per prefix; at the limit the end is certain."""
-    total = 0.0
-    for length, token in enumerate((*tokens, EOS_ID)):
-        log_p_V = next_log_p(model, example, tokens[:length])[-1]
-        log_p_V[PAD_ID] = -torch.inf
-        tempered_V = (log_p_V / TEMPERATURE).log_softmax(0)
-        total += 0.0 if length + 1 == limit else float(tempered_V[token])
-    return math.exp(total)
 
 
 def test_whole_sentences_come_as_often_as_the_model_says() -> None:
@@ -121,23 +106,31 @@ def test_whole_sentences_come_as_often_as_the_model_says() -> None:
     model = model_of("moe-lgr", seed=2, vocabulary=6)
     example = Example([0, 3, 4], [], (5,), (EOS_ID, 4), source_language=0, target_language=1)
     count, limit = 1000, 3
+
+    @cache
+    def log_p_after(prefix: tuple[int, ...]) -> Tensor:
+        log_p_V = next_log_p(model, example, prefix)[-1]
+        log_p_V[PAD_ID] = -torch.inf
+        return (log_p_V / TEMPERATURE).log_softmax(0)
+
+    def likelihood(tokens: tuple[int, ...]) -> float:
+        """Score a sentence by one pass per prefix; at the limit the end is certain."""
+        ended = (*tokens, EOS_ID)[: limit - 1]
+        return math.exp(
+            sum(float(log_p_after(tokens[:place])[token]) for place, token in enumerate(ended))
+        )
+
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(4):
-        (found,) = samples(
-            model,
-            [example],
-            n_best=count,
-            seed=seed,
-            sampling_temperature=TEMPERATURE,
-            max_length_ratio=0.0,
-            max_extra_length=limit,
-        )
+        limits = {"max_length_ratio": 0.0, "max_extra_length": limit}
+        drawn = {"n_best": count, "seed": seed, "sampling_temperature": TEMPERATURE, **limits}
+        (found,) = samples(model, [example], **drawn)
         counts.update(one.tokens for one in found)
     total = 4 * count
     statistic, others, degrees = 0.0, float(total), 0
     counted = 0
     for tokens, times in counts.items():
-        expected = total * likelihood(model, example, tokens, limit)
+        expected = total * likelihood(tokens)
         if expected >= 10:
             statistic += (times - expected) ** 2 / expected
             others, counted, degrees = others - expected, counted + times, degrees + 1
@@ -157,8 +150,7 @@ def test_a_temperature_towards_zero_is_greedy_decoding(kind: Kind) -> None:
         assert [one.score for (one,) in found] == [rounded(one.score) for one in greedy]
 
 
-@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+@pytest.mark.parametrize(("kind", "stopping"), [("dense", "fairseq"), ("moe-lgr", "huggingface")])
 def test_samples_of_a_sentence_do_not_depend_on_its_batch(kind: Kind, stopping: str) -> None:
     model = model_of(kind)
     examples = random_examples(model.spec, sentences=9, seed=4, shortest=1, longest=20)

@@ -1,14 +1,11 @@
 """Averages over directions and runs, verdicts, win ratios and confusion matrices, by hand."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.example_evaluation import BLEU, MADE, PROFILES, evaluation, history
 
 from pipeline.artifacts.corpus import Direction, Resource
@@ -20,7 +17,6 @@ from pipeline.evaluation.averages import (
     confuse_languages,
     distinct_share,
     group_runs,
-    mean_scores,
     merge_runs,
     quality,
     win_ratios,
@@ -37,6 +33,7 @@ from pipeline.evaluation.scores import (
     Column,
     Confusion,
     DirectionProfile,
+    DirectionScores,
     Evaluation,
     Family,
     Scores,
@@ -58,18 +55,18 @@ def titles(table: Table) -> list[str]:
     return [heading.title for heading in table.headings]
 
 
-# Averages
+def with_directions(change: Callable[[str, str, DirectionScores], DirectionScores]) -> Evaluation:
+    """The example with the scores of each system and direction changed."""
+    found = evaluation()
+    systems = (
+        replace(one, directions={n: change(one.name, n, s) for n, s in one.directions.items()})
+        for one in found.systems
+    )
+    return replace(found, systems=tuple(systems))
 
 
 def profile(name: str, family: Family, resource: Resource | None) -> DirectionProfile:
-    source, target = name.split("-")
-    return DirectionProfile(
-        direction=Direction(source, target),
-        family=family,
-        resource=resource,
-        training_lines=1,
-        test_lines=1,
-    )
+    return DirectionProfile(Direction(*name.split("-")), family, resource, 1, 1)
 
 
 def test_averages_weigh_directions_equally_and_skip_undetectable_languages() -> None:
@@ -96,16 +93,6 @@ def test_averages_weigh_directions_equally_and_skip_undetectable_languages() -> 
     }
 
 
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
-def test_the_mean_of_scores_is_numpys_mean(values: list[float]) -> None:
-    found = mean_scores([{"bleu": value, "chrf": value / 2} for value in values])
-    assert found["bleu"] == pytest.approx(float(np.mean(values)))
-    assert found["chrf"] == pytest.approx(float(np.mean(values)) / 2)
-
-
-# Verdicts
-
-
 @pytest.mark.parametrize(
     ("bleu", "distinct", "translates"),
     [(5.0, 50.0, True), (4.99, 100.0, False), (40.0, 49.9, False), (0.1, 1.0, False)],
@@ -124,27 +111,14 @@ def test_distinct_outputs_are_counted_over_distinct_sources_and_without_white_sp
 
 def judged(**distinct: float) -> Evaluation:
     """The example with other shares of distinct outputs, in all directions."""
-    found = evaluation()
-    systems = [
-        replace(
-            one,
-            directions={
-                name: replace(
-                    scored,
-                    quality=quality(
-                        bleu=scored.scores["bleu"],
-                        distinct=distinct.get(one.name, scored.quality.distinct),
-                    ),
-                )
-                for name, scored in one.directions.items()
-            },
-        )
-        for one in found.systems
-    ]
-    verdicts = assess(systems, baseline="dense", profiles=PROFILES)
-    return replace(
-        found, systems=tuple(systems), verdicts=verdicts, warnings=(*undecided(verdicts),)
-    )
+
+    def judge(system: str, _: str, one: DirectionScores) -> DirectionScores:
+        share = distinct.get(system, one.quality.distinct)
+        return replace(one, quality=quality(bleu=one.scores["bleu"], distinct=share))
+
+    found = with_directions(judge)
+    verdicts = assess(found.systems, baseline="dense", profiles=PROFILES)
+    return replace(found, verdicts=verdicts, warnings=(*undecided(verdicts),))
 
 
 def test_an_average_is_judged_by_its_mean_and_a_direction_by_itself() -> None:
@@ -185,9 +159,6 @@ def test_of_one_system_nothing_is_called_undecided() -> None:
     assert "not decided" not in both_forms(alone, system="dense")[0]
 
 
-# Wins and tests
-
-
 P_VALUES = {
     "de-en": {"experts": (1.0, 0.01), "baseline": (-27.0, 0.0)},
     "de-fr": {"experts": (-1.0, 0.04), "baseline": (-4.0, 0.06)},
@@ -197,17 +168,7 @@ P_VALUES = {
 
 def whole_evaluation() -> Evaluation:
     """The example with all that stands beside its averages."""
-    found = evaluation()
-    systems = tuple(
-        replace(
-            system,
-            directions={
-                name: replace(one, outcomes={"language": FOUND[name]}) if name in FOUND else one
-                for name, one in system.directions.items()
-            },
-        )
-        for system in found.systems
-    )
+    found = with_outcomes(FOUND)
     assert found.significance is not None
     compared = dict(found.significance.directions)
     for name, p_values in P_VALUES.items():
@@ -222,12 +183,10 @@ def whole_evaluation() -> Evaluation:
     significance = replace(found.significance, directions=compared, tests=8)
     return replace(
         found,
-        systems=systems,
         significance=significance,
         set_averages=tuple(
-            average_by_set(systems, profiles=PROFILES, pivot="en", sets={"German": ["de"]})
+            average_by_set(found.systems, profiles=PROFILES, pivot="en", sets={"German": ["de"]})
         ),
-        confusion=confuse_languages(systems, profiles=PROFILES),
         wins=won(found.columns),
     )
 
@@ -337,25 +296,14 @@ def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
         baseline_of(["a", "b"], "c")
 
 
-# Output languages
-
-
 def with_outcomes(found: dict[str, dict[str, int]]) -> Evaluation:
     """Every system has these outcomes, in the directions that are named."""
-    example = evaluation()
-    systems = tuple(
-        replace(
-            system,
-            directions={
-                name: replace(one, outcomes={"language": found[name]} if name in found else {})
-                for name, one in system.directions.items()
-            },
+    example = with_directions(
+        lambda _, name, one: (
+            replace(one, outcomes={"language": found[name]}) if name in found else one
         )
-        for system in example.systems
     )
-    return replace(
-        example, systems=systems, confusion=confuse_languages(systems, profiles=PROFILES)
-    )
+    return replace(example, confusion=confuse_languages(example.systems, profiles=PROFILES))
 
 
 def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
@@ -384,9 +332,6 @@ def test_a_region_is_no_other_language_and_the_identifier_is_named(target: str, 
     (table,) = section.tables
     assert [line.texts for line in table.rows] == [("dense", "Zero-shot", target, "de", "10.0")]
     assert "(langdetect as it is)" in section.lead
-
-
-# Runs of a system
 
 
 def test_runs_are_grouped_by_the_name_before_the_mark() -> None:

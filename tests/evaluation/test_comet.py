@@ -92,19 +92,23 @@ def test_a_checkpoint_that_could_run_code_is_refused_and_runs_none(tmp_path: Pat
     assert mark.exists(), "what was refused does run"
 
 
-@pytest.mark.usefixtures("stub")
-@pytest.mark.parametrize("weights", [{}, None])
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, weights: object) -> None:
-    finding = "lacks 1 of the weights that its hparams.yaml asks for, weight among"
-    with pytest.raises(ConfigError, match=finding):
-        load_model(write_stub_model(tmp_path / "model", state_dict=weights))
+LACKS_WEIGHTS = "lacks 1 of the weights that its hparams.yaml asks for, weight among"
 
 
 @pytest.mark.usefixtures("stub")
-def test_an_encoder_that_is_not_at_hand_is_refused_and_not_fetched(tmp_path: Path) -> None:
-    model = write_stub_model(tmp_path / "model", encoder="stranger/encoder")
-    with pytest.raises(ConfigError, match=r"'stranger/encoder'.*nothing is downloaded") as caught:
-        load_model(model)
+@pytest.mark.parametrize(
+    ("changes", "finding"),
+    [
+        ({"state_dict": {}}, LACKS_WEIGHTS),
+        ({"state_dict": None}, LACKS_WEIGHTS),
+        ({"encoder": "stranger/encoder"}, r"'stranger/encoder'.*nothing is downloaded"),
+    ],
+)
+def test_weights_of_another_model_and_encoders_not_at_hand_are_refused(
+    tmp_path: Path, changes: dict[str, Any], finding: str
+) -> None:
+    with pytest.raises(ConfigError, match=finding) as caught:
+        load_model(write_stub_model(tmp_path / "model", **changes))
     assert "\n" not in str(caught.value)
 
 
@@ -147,9 +151,6 @@ def test_comet_that_is_not_installed_is_asked_for(
     monkeypatch.delitem(sys.modules, "comet.models", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'mmnmt\[comet\]'"):
         load_model(tmp_path)
-
-
-# Against COMET
 
 
 @needs_comet

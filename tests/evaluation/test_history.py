@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from support.example_evaluation import history as example_history
@@ -24,6 +25,7 @@ from pipeline.evaluation.history import (
     CurvePoint,
     History,
     Spent,
+    SystemTraining,
     add_up,
     budgets_section,
     curves_section,
@@ -72,30 +74,31 @@ def test_a_checkpoint_that_was_replaced_since_lends_no_curve_and_no_time(tmp_pat
     assert not history.trainings[0].complete
 
 
-def test_curves_that_were_tampered_with_are_left_out_and_named(tmp_path: Path) -> None:
+def test_damaged_files_cost_the_curves_and_counts_and_not_the_evaluation(tmp_path: Path) -> None:
     run = training_run(tmp_path / "dense", [3.0, 2.0])
     made = translated(tmp_path / "a", run)
     (tmp_path / "dense" / "metrics.jsonl").write_text('{"kind": "train", "upd', encoding="utf-8")
+    (tmp_path / "dense" / "model.json").write_text("[]", encoding="utf-8")
     history = trace_history({"dense": made})
     assert history.curves == ()
     assert history.missing == ("dense",)
-
-
-# Budgets
+    (training,) = history.trainings
+    assert training.parameters is None
+    assert training.total == Spent(2, None, None, None, 60.0)
 
 
 def test_budgets_have_the_speed_of_translation(tmp_path: Path) -> None:
     dense = training_run(tmp_path / "dense", [3.0])
-    fast = artifact(
-        tmp_path / "fast",
-        "translations",
-        "translate",
-        {"checkpoint": dense},
-        statistics={"lines": 3000},
-        wall_seconds=2.0,
-    )
+    counted: dict[str, Any] = {"statistics": {"lines": 3000}, "wall_seconds": 2.0}
+    fast = artifact(tmp_path / "fast", "translations", "t", {"checkpoint": dense}, **counted)
     rows = budget_tables(trace_history({"dense": dense, "fast": fast}))["All trainings"].rows
     assert [one.texts[-1] for one in rows] == ["–", "1,500.0"]
+
+
+def training_of(model: Artifact) -> SystemTraining:
+    """The training behind translations by a model."""
+    lines = translated(model.directory.with_name(f"{model.directory.name}-lines"), model)
+    return trace_training("x", lines)[0]
 
 
 def budget_tables(history: History) -> dict[str, Table]:
@@ -113,19 +116,12 @@ def assembled(tmp_path: Path) -> Artifact:
     """Translations by a model whose parts were trained for 3 and 4 updates, and tuned for 2."""
     dense = training_run(tmp_path / "dense", [3.0, 2.0, 1.0], wall_seconds=30.0)
     groups = artifact(tmp_path / "groups", "groups", "group_languages", {"checkpoint": dense})
-    routed = training_run(
-        tmp_path / "routed", [3.0] * 4, {"groups": groups}, spec=MOE, wall_seconds=50.0
-    )
+    moe: dict[str, Any] = {"spec": MOE, "wall_seconds": 50.0}
+    routed = training_run(tmp_path / "routed", [3.0] * 4, {"groups": groups}, **moe)
     parts = {"embeddings": dense, "encoder": dense, "decoder": routed}
     whole = artifact(tmp_path / "whole", "checkpoint", "upcycle", parts, wall_seconds=5.0)
-    tuned = training_run(
-        tmp_path / "tuned",
-        [1.0] * 2,
-        {"checkpoint": whole},
-        stage="finetune",
-        spec=MOE,
-        wall_seconds=20.0,
-    )
+    moe |= {"stage": "finetune", "wall_seconds": 20.0}
+    tuned = training_run(tmp_path / "tuned", [1.0] * 2, {"checkpoint": whole}, **moe)
     return translated(tmp_path / "translations", tuned)
 
 
@@ -172,13 +168,8 @@ def test_new_cost_leaves_out_what_led_to_the_given_checkpoint(
 def test_updates_after_the_given_state_of_a_training_are_new(tmp_path: Path) -> None:
     """The state does not have the metrics of its training: tokens and times are not known."""
     run = training_run(tmp_path / "run", [3.0] * 5)
-    state = artifact(
-        tmp_path / "state",
-        "training_state",
-        "pretrain",
-        statistics={"update": 2},
-        config={"name": "run"},
-    )
+    of_run: dict[str, Any] = {"statistics": {"update": 2}, "config": {"name": "run"}}
+    state = artifact(tmp_path / "state", "training_state", "pretrain", **of_run)
     given = artifact(tmp_path / "given", "checkpoint", "average", {"states/0": state})
     (training,) = trace_history({"x": translated(tmp_path / "t", run)}, given=[given]).trainings
     assert training.new == Spent(3, None, None, None, None)
@@ -217,21 +208,11 @@ def test_arithmetic_is_six_operations_per_token_and_parameter_that_multiplies_it
 def test_the_second_pass_of_fuse_distillation_counts(tmp_path: Path) -> None:
     modules = {"kind": "low_rank", "rank": 2, "shared": True}
     spec = tiny_spec(model={"language_modules": modules})
-    once, twice = (
-        trace_training(
-            objective,
-            translated(
-                tmp_path / f"{objective}-lines",
-                training_run(
-                    tmp_path / objective,
-                    [3.0] * 2,
-                    spec=spec,
-                    config={"loss": {"objective": objective}},
-                ),
-            ),
-        )[0].total
-        for objective in ("cross_entropy", "fuse_distillation")
+    runs = (
+        training_run(tmp_path / name, [3.0] * 2, spec=spec, config={"loss": {"objective": name}})
+        for name in ("cross_entropy", "fuse_distillation")
     )
+    once, twice = (training_of(run).total for run in runs)
     assert once.operations is not None
     assert twice.operations == 2 * once.operations
     assert (twice.updates, twice.target_tokens) == (once.updates, once.target_tokens)
@@ -301,27 +282,21 @@ def test_logits_of_some_ids_multiply_their_rows_of_a_tied_table_alone() -> None:
 
 
 def test_runs_that_did_not_count_source_tokens_have_no_estimate(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", [3.0] * 2, source_tokens=False)
-    spent = trace_training("x", translated(tmp_path / "t", run))[0].total
+    spent = training_of(training_run(tmp_path / "run", [3.0] * 2, source_tokens=False)).total
     assert (spent.target_tokens, spent.source_tokens) == (2 * TOKENS_PER_UPDATE, None)
     assert spent.operations is None
 
 
-def test_a_mean_of_checkpoints_of_one_run_has_spent_what_the_run_has(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", [3.0] * 5)
-    mean = artifact(tmp_path / "mean", "checkpoint", "average", {"checkpoints/0": run})
-    training, curve, _ = trace_training("mean", translated(tmp_path / "t", mean))
-    assert training.total.updates == 5
-    assert curve is not None
-    assert (curve.before, len(curve.validation)) == (0, 5)
-
-
-def test_a_mean_of_two_runs_has_spent_both_and_has_no_last_run(tmp_path: Path) -> None:
-    runs = {f"checkpoints/{i}": training_run(tmp_path / f"run{i}", [3.0] * 5) for i in range(2)}
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_mean_has_spent_what_its_runs_have_and_one_of_two_runs_has_no_last_run(
+    tmp_path: Path, count: int
+) -> None:
+    runs = {f"checkpoints/{i}": training_run(tmp_path / f"run{i}", [3.0] * 5) for i in range(count)}
     mean = artifact(tmp_path / "mean", "checkpoint", "average", runs)
     training, curve, _ = trace_training("mean", translated(tmp_path / "t", mean))
-    assert curve is None
-    assert training.total.updates == 10
+    assert training.total.updates == 5 * count
+    found = None if curve is None else (curve.before, len(curve.validation))
+    assert found == ((0, 5) if count == 1 else None)
 
 
 def test_a_missing_ancestor_makes_the_budget_a_least_one(
@@ -340,8 +315,7 @@ def test_a_missing_ancestor_makes_the_budget_a_least_one(
 def test_runs_of_earlier_versions_counted_no_tokens_and_none_are_made_up(tmp_path: Path) -> None:
     old = training_run(tmp_path / "old", [3.0] * 2, tokens=False)
     new = training_run(tmp_path / "new", [3.0] * 2, {"checkpoint": old}, stage="finetune")
-    training = trace_training("new", translated(tmp_path / "t", new))[0]
-    assert training.total == Spent(4, None, None, None, 120.0)
+    assert training_of(new).total == Spent(4, None, None, None, 120.0)
 
 
 def test_a_baseline_has_no_training_and_one_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
@@ -356,15 +330,6 @@ def test_a_baseline_has_no_training_and_one_that_is_gone_is_said_to_be(tmp_path:
     assert trained_for(history, "unheard of") == "–"
 
 
-def test_damaged_metrics_cost_the_counts_and_not_the_evaluation(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", [3.0] * 2)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "upd', encoding="utf-8")
-    (tmp_path / "run" / "model.json").write_text("[]", encoding="utf-8")
-    training = trace_training("x", translated(tmp_path / "t", run))[0]
-    assert training.parameters is None
-    assert training.total == Spent(2, None, None, None, 60.0)
-
-
 def test_sums_know_only_what_every_part_knows() -> None:
     assert add_up([]) == Spent()
     parts = [Spent(1, 5, 2, 3.0, 4.0), Spent(5, 7, None, 6.0, None)]
@@ -374,53 +339,33 @@ def test_sums_know_only_what_every_part_knows() -> None:
 IMPORTED = {"de-en": 900, "en-fr": 900, "en-mg": 20, "en-sw": 10}
 TRAINING = {"resource_thresholds": [100, 500]}
 LOSSES = {
-    "de-en": 1.0,
-    "fr-en": 1.5,
-    "mg-en": 3.0,
-    "sw-en": 4.5,
-    "en-de": 2.0,
-    "en-fr": 2.25,
-    "en-mg": 5.0,
+    **{"de-en": 1.0, "fr-en": 1.5, "mg-en": 3.0, "sw-en": 4.5},
+    **{"en-de": 2.0, "en-fr": 2.25, "en-mg": 5.0},
 }
 """Direction → loss of the first validation; the second has half of it."""
 
 
 def shards(path: Path) -> Artifact:
     """Shards of a corpus from which cleaning dropped half of all lines."""
-    return artifact(
-        path,
-        "shards",
-        "make_shards",
-        statistics={
-            "pairs": {pair: {"train": lines // 2} for pair, lines in IMPORTED.items()},
-            "imported": {pair: {"train": lines} for pair, lines in IMPORTED.items()},
-        },
-    )
+    counts = {
+        "pairs": {pair: {"train": lines // 2} for pair, lines in IMPORTED.items()},
+        "imported": {pair: {"train": lines} for pair, lines in IMPORTED.items()},
+    }
+    return artifact(path, "shards", "make_shards", statistics=counts)
 
 
 def trained(path: Path, of: Artifact | None, training: object = TRAINING) -> Artifact:
-    lines = [
-        {
-            "kind": "validation",
-            "update": update,
-            "seconds": 1.0 * update,
-            "loss": 2.0,
-            "directions": {
-                **{name: loss / update for name, loss in LOSSES.items()},
-                "en-sw": 4.0 if update == 1 else None,
-            },
-        }
-        for update in (1, 2)
-    ]
-    return artifact(
-        path,
-        "checkpoint",
-        "pretrain",
-        {} if of is None else {"shards": of},
-        files={"metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines)},
-        statistics={"updates": 2},
-        config={"training": training},
-    )
+    def line(update: int) -> dict[str, object]:
+        losses = {name: loss / update for name, loss in LOSSES.items()}
+        validation = {"kind": "validation", "update": update, "seconds": 1.0 * update, "loss": 2.0}
+        return {**validation, "directions": {**losses, "en-sw": 4.0 if update == 1 else None}}
+
+    more: dict[str, Any] = {
+        "files": {"metrics.jsonl": "".join(json.dumps(line(update)) + "\n" for update in (1, 2))},
+        "statistics": {"updates": 2},
+        "config": {"training": training},
+    }
+    return artifact(path, "checkpoint", "pretrain", {} if of is None else {"shards": of}, **more)
 
 
 def test_losses_are_means_over_the_directions_of_a_tier(tmp_path: Path) -> None:
@@ -441,10 +386,9 @@ def test_losses_are_means_over_the_directions_of_a_tier(tmp_path: Path) -> None:
         for update in (1, 2)
     ]
     assert [title for title in figures(history.curves) if "→" in title] == [
-        "Validation, high resource, Any → En by updates",
-        "Validation, high resource, En → Any by updates",
-        "Validation, low resource, Any → En by updates",
-        "Validation, low resource, En → Any by updates",
+        f"Validation, {tier} resource, {side} by updates"
+        for tier in ("high", "low")
+        for side in ("Any → En", "En → Any")
     ]
 
 
@@ -457,9 +401,6 @@ def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path, training: ob
     history = trace_history({"dense": run})
     assert [point.losses for point in history.curves[0].validation] == [{"all": 2.0}] * 2
     assert not any("→" in title for title in figures(history.curves))
-
-
-# Charts
 
 
 def figures(curves: Sequence[Curve]) -> dict[str, Figure]:

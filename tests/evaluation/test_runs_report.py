@@ -3,7 +3,7 @@
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -40,9 +40,9 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], *runs: str) -> s
     out = tmp_path / "page.html"
     assert cli.main(["report", *runs, "--out", str(out)]) == EXIT_USER_ERROR
     assert not out.exists()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
 
 
 def body(page: str) -> ElementTree.Element:
@@ -54,6 +54,11 @@ def body(page: str) -> ElementTree.Element:
 def section(page: str, title: str) -> ElementTree.Element:
     (found,) = [one for one in body(page).iter("section") if one[0].text == title]
     return found
+
+
+def said(page: str, title: str = "Notes") -> str:
+    """The text of a section."""
+    return " ".join(section(page, title).itertext())
 
 
 def titles(page: str) -> list[str | None]:
@@ -69,14 +74,16 @@ def rows(part: ElementTree.Element) -> list[list[str]]:
     ]
 
 
+def names_in(page: str, title: str = "Training budgets") -> list[str]:
+    """The first cells of a section's rows."""
+    return [line[0] for line in rows(section(page, title))]
+
+
 def validations(run: Artifact) -> dict[int, float]:
     """Update → validation loss, read from the file of metrics alone."""
     lines = (run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return {one["update"]: one["loss"] for one in entries if one["kind"] == "validation"}
-
-
-# Losses
 
 
 def test_the_table_of_losses_has_the_means_and_ranges_of_the_files_of_metrics(
@@ -114,8 +121,7 @@ def test_a_mean_of_seeds_ends_with_the_shortest_of_them(tmp_path: Path) -> None:
     means, (*low, high_last, high_first) = heights
     assert means[0] == pytest.approx((low[0] + high_first) / 2, abs=0.1), "5.0 of 4.0 and 6.0"
     assert means[1] == pytest.approx((low[1] + high_last) / 2, abs=0.1), "4.0 of 3.0 and 5.0"
-    text = " ".join(figure.itertext())
-    assert "dense (2 runs)" in text
+    assert "dense (2 runs)" in " ".join(figure.itertext())
 
 
 def test_runs_without_an_update_in_common_are_left_out_and_named(tmp_path: Path) -> None:
@@ -123,8 +129,7 @@ def test_runs_without_an_update_in_common_are_left_out_and_named(tmp_path: Path)
     other = training_run(tmp_path / "other", [None, 5.0])
     alone = training_run(tmp_path / "alone", [2.0])
     runs = (f"a@1={one.directory}", f"a@2={other.directory}", f"b={alone.directory}")
-    text = " ".join(section(report(tmp_path, *runs), "Loss curves").itertext())
-    assert "points are not known: a." in text
+    assert "points are not known: a." in said(report(tmp_path, *runs), "Loss curves")
 
 
 def test_a_run_without_validations_costs_its_losses_alone(tmp_path: Path) -> None:
@@ -138,14 +143,10 @@ def test_a_run_without_validations_costs_its_losses_alone(tmp_path: Path) -> Non
     bare = artifact(tmp_path / "bare", "checkpoint", "pretrain", statistics={"updates": 1})
     whole = training_run(tmp_path / "whole", [3.0])
     page = report(tmp_path, *(str(one.directory) for one in (without, bare, whole)))
-    losses = section(page, "Validation losses")
-    assert [line[0] for line in rows(losses)] == ["whole"]
-    assert "a run of them has no validation loss: without." in " ".join(losses.itertext())
-    assert "No losses are recorded for bare." in " ".join(section(page, "Notes").itertext())
+    assert names_in(page, "Validation losses") == ["whole"]
+    assert "a run of them has no validation loss: without." in said(page, "Validation losses")
+    assert "No losses are recorded for bare." in said(page)
     assert "Validation losses" not in titles(report(tmp_path, str(without.directory)))
-
-
-# Refusals
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(
@@ -153,13 +154,13 @@ def test_what_is_no_run_is_refused_in_a_sentence(
 ) -> None:
     corpus = artifact(tmp_path / "corpus", "corpus", "clean")
     (tmp_path / "empty").mkdir()
-    for text, said in [
+    for text, error in [
         (str(tmp_path / "nowhere"), "is not a folder"),
         ("name=", "is not a folder"),
         (str(tmp_path / "empty"), "holds no run"),
         (str(corpus.directory), "is a corpus artifact, which report does not show"),
     ]:
-        assert said in refusal(tmp_path, capsys, text)
+        assert error in refusal(tmp_path, capsys, text)
 
 
 def test_two_runs_of_one_name_are_refused_and_one_run_named_twice_is_shown_once(
@@ -167,16 +168,15 @@ def test_two_runs_of_one_name_are_refused_and_one_run_named_twice_is_shown_once(
 ) -> None:
     one = training_run(tmp_path / "a" / "dense", [3.0])
     other = training_run(tmp_path / "b" / "dense", [2.0])
-    said = refusal(tmp_path, capsys, str(one.directory), str(other.directory))
-    assert "Two runs are named 'dense'" in said
-    assert f"dense-2={other.directory}" in said
+    error = refusal(tmp_path, capsys, str(one.directory), str(other.directory))
+    assert "Two runs are named 'dense'" in error
+    assert f"dense-2={other.directory}" in error
     mixed = (f"x@1={one.directory}", f"x={other.directory}")
     assert "named without a seed" in refusal(tmp_path, capsys, *mixed)
     page = report(tmp_path, str(one.directory), str(tmp_path / "a"))
-    assert [line[0] for line in rows(section(page, "Training budgets"))] == ["dense"]
+    assert names_in(page) == ["dense"]
     page = report(tmp_path, f"old={tmp_path / 'a'}", f"new={tmp_path / 'b'}")
-    names = [line[0] for line in rows(section(page, "Training budgets"))]
-    assert names == ["old/dense", "new/dense"]
+    assert names_in(page) == ["old/dense", "new/dense"]
 
 
 def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
@@ -200,9 +200,6 @@ def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     assert cli.main(["report", run, "--out", str(out)]) == 0
     assert cli.main(["report", f"other={run}", "--out", str(out)]) == 0
     assert "other" in out.read_text(encoding="utf-8")
-
-
-# Experts
 
 
 ROUTED = {
@@ -254,8 +251,8 @@ def test_alarms_of_training_stand_on_the_page_with_their_updates(tmp_path: Path)
     files = {"metrics.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines)}
     run = artifact(tmp_path / "moe", "checkpoint", "pretrain", files=files)
     found = section(report(tmp_path, f"moe={run.directory}"), "Alarms of training")
-    said = ["".join(one.itertext()) for one in found.iter("li")]
-    assert said == ["moe, update 20: routes are dropped", f"moe, update 30: {HOSTILE}"]
+    texts = ["".join(one.itertext()) for one in found.iter("li")]
+    assert texts == ["moe, update 20: routes are dropped", f"moe, update 30: {HOSTILE}"]
 
 
 def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> None:
@@ -264,10 +261,7 @@ def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> No
     )
     page = report(tmp_path, str(run.directory))
     assert "Load of experts" not in titles(page)
-    assert "the routing statistics of moe (damaged" in " ".join(section(page, "Notes").itertext())
-
-
-# Evaluations
+    assert "the routing statistics of moe (damaged" in said(page)
 
 
 def evaluation_of(
@@ -296,10 +290,8 @@ def test_an_evaluation_brings_its_scores_and_systems_and_names_those_that_are_go
     assert rows(section(page, "Scores of scores")) == [
         [f"{cell.text} {cell.note}".strip() for cell in cells] for cells in shown
     ]
-    assert [line[0] for line in rows(section(page, "Validation losses"))] == ["dense"]
-    assert "gone (its translations have moved or changed)" in " ".join(
-        section(page, "Notes").itertext()
-    )
+    assert names_in(page, "Validation losses") == ["dense"]
+    assert "gone (its translations have moved or changed)" in said(page)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"significance": {"averages": {"into_pivot": 3}}}'])
@@ -307,14 +299,7 @@ def test_damaged_scores_cost_the_scores_alone(tmp_path: Path, text: str) -> None
     made = evaluation_of(tmp_path / "scores", {}, text)
     page = report(tmp_path, str(made.directory))
     assert "Scores of scores" not in titles(page)
-    assert "the scores of scores" in " ".join(section(page, "Notes").itertext())
-
-
-def test_scores_with_a_list_of_languages_that_langdetect_does_not_know_are_read() -> None:
-    document = json.loads(json.dumps(asdict(evaluation()), default=list))
-    document["undetectable"] = ["mg"]
-    read = TypeAdapter(Evaluation).validate_python(document)
-    assert read.undetectable == {"langdetect": ("mg",)}
+    assert "the scores of scores" in said(page)
 
 
 def test_scores_of_an_earlier_version_are_shown(tmp_path: Path) -> None:
@@ -322,16 +307,15 @@ def test_scores_of_an_earlier_version_are_shown(tmp_path: Path) -> None:
     for column in document["columns"]:
         column |= {"section": {"title": "Old", "lead": "", "note": ""}, "ceiling": True}
     document["columns"][0]["larger_is_better"] = None
-    made = evaluation_of(tmp_path / "scores", {}, json.dumps(document))
+    document["undetectable"] = ["mg"]
+    text = json.dumps(document)
+    read = TypeAdapter(Evaluation).validate_json(text)
+    assert read.undetectable == {"langdetect": ("mg",)}
+    made = evaluation_of(tmp_path / "scores", {}, text)
     shown = section(report(tmp_path, str(made.directory)), "Scores of scores")
     assert [one.text for one in shown.iter("h3")][:3] == [
-        "BLEU",
-        "chrF++",
-        "langdetect as it is, %",
+        *("BLEU", "chrF++", "langdetect as it is, %")
     ]
-
-
-# Analyses
 
 
 LANGUAGES = {
@@ -396,8 +380,7 @@ def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path)
         inputs = {f"systems/{system}": one for system, one in systems.items()}
         artifact(plan / name, "evaluation", "evaluate", {"corpus": corpus, **inputs})
     page = report(tmp_path, str(plan))
-    names = [line[0] for line in rows(section(page, "Training budgets"))]
-    assert names == ["dense", "nearest", "tests/nearest"]
+    assert names_in(page) == ["dense", "nearest", "tests/nearest"]
 
 
 def test_a_folder_that_adds_nothing_is_refused_beside_others_too(
@@ -415,16 +398,11 @@ def test_a_damaged_manifest_in_a_folder_costs_its_artifact_alone(tmp_path: Path)
         (tmp_path / "plan" / name).mkdir()
         (tmp_path / "plan" / name / "manifest.json").write_text('{"name": "x"}', encoding="utf-8")
     page = report(tmp_path, str(tmp_path / "plan"))
-    assert [line[0] for line in rows(section(page, "Training budgets"))] == ["dense"]
-    assert "moe (it has no manifest of this version), web app (" in " ".join(
-        section(page, "Notes").itertext()
-    )
+    assert names_in(page) == ["dense"]
+    assert "moe (it has no manifest of this version), web app (" in said(page)
 
 
-# The page
-
-
-def all_parts(tmp_path: Path) -> str:
+def all_parts(tmp_path: Path) -> None:
     """A page with tables, scores, charts, notes and translations; one name is hostile."""
     experts = with_experts(tmp_path / "moe", [3.0, 2.0], ROUTED)
     dense = [training_run(tmp_path / f"d{n}", [4.0 + n, 3.0 + n]) for n in (1, 2)]
@@ -442,32 +420,36 @@ def all_parts(tmp_path: Path) -> str:
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in lines.items()}}
     bare = artifact(tmp_path / "bare", "checkpoint", "pretrain", statistics={"updates": 1})
     scores = evaluation_of(tmp_path / "scores", inputs)
-    return report(tmp_path, str(scores.directory), str(bare.directory))
+    report(tmp_path, str(scores.directory), str(bare.directory))
 
 
-def browse(
-    tmp_path: Path, page: str, script: str, *, width: int = 1280, theme: str = "light"
-) -> Any:
-    """What the body of a function in JavaScript returns of a page."""
-    file = tmp_path / "tested.html"
-    file.write_text(page, encoding="utf-8")
-    with browser(tmp_path / "profile") as tab:
-        tab.open()
-        screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        tab.tell("Emulation.setDeviceMetricsOverride", **screen)
-        scheme = {"name": "prefers-color-scheme", "value": theme}
-        tab.tell("Emulation.setEmulatedMedia", features=[scheme])
-        tab.tell("Page.navigate", url=file.as_uri())
-        tab.wait_for("document.readyState === 'complete'")
-        return tab.run(f"(() => {{{script}}})()")
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """What the body of a function in JavaScript returns of a page with all parts."""
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+    folder = tmp_path_factory.mktemp("page")
+    all_parts(folder)
+    with browser(folder / "profile") as tab:
+
+        def run(script: str, *, width: int = 1280, theme: str = "light") -> Any:
+            tab.open()
+            screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+            tab.tell("Emulation.setDeviceMetricsOverride", **screen)
+            scheme = {"name": "prefers-color-scheme", "value": theme}
+            tab.tell("Emulation.setEmulatedMedia", features=[scheme])
+            tab.tell("Page.navigate", url=(folder / "page.html").as_uri())
+            tab.wait_for("document.readyState === 'complete'")
+            return tab.run(f"(() => {{{script}}})()")
+
+        yield run
 
 
 OVERFLOW = "return [innerWidth, document.documentElement.scrollWidth]"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_the_page_fits_the_screen_of_a_phone(tmp_path: Path) -> None:
-    screen, page = browse(tmp_path, all_parts(tmp_path), OVERFLOW, width=360)
+def test_the_page_fits_the_screen_of_a_phone(browse: Callable[..., Any]) -> None:
+    screen, page = browse(OVERFLOW, width=360)
     assert page <= screen == 360
 
 
@@ -505,10 +487,11 @@ return [matchMedia("(prefers-color-scheme: dark)").matches, found];
 """Returns the least contrast of the texts of every kind of element (WCAG 2.2, 1.4.3)."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_text_has_the_contrast_that_readers_need(tmp_path: Path, theme: str) -> None:
-    is_dark, found = browse(tmp_path, all_parts(tmp_path), CONTRASTS, theme=theme)
+def test_every_text_has_the_contrast_that_readers_need(
+    browse: Callable[..., Any], theme: str
+) -> None:
+    is_dark, found = browse(CONTRASTS, theme=theme)
     assert is_dark == (theme == "dark")
     kinds = " ".join(found)
     assert all(tag in kinds for tag in ("TD", "SMALL", "text", "H1", "LI"))

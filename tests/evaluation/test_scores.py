@@ -56,20 +56,13 @@ def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair
 
 
 def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path) -> None:
-    pairs = {
-        "de-en": {"train": 9, "test": 2},
-        "de-fr": {"test": 1},
-        "en-fr": {"train": 0, "test": 1},
-    }
+    both = {"train": 9, "test": 2}
+    pairs = {"de-en": both, "de-fr": {"test": 1}, "en-fr": {"train": 0, "test": 1}}
     made = corpus(tmp_path, pairs, emptied=["en-fr"])
     profiles = describe_directions(made, thresholds=(3, 9))
     assert {str(one.direction): one.family for one in profiles} == {
-        "de-en": "into_pivot",
-        "en-de": "out_of_pivot",
-        "de-fr": "zero_shot",
-        "fr-de": "zero_shot",
-        "en-fr": "emptied",
-        "fr-en": "emptied",
+        **{"de-en": "into_pivot", "en-de": "out_of_pivot"},
+        **{"de-fr": "zero_shot", "fr-de": "zero_shot", "en-fr": "emptied", "fr-en": "emptied"},
     }
     assert {one.resource for one in profiles if one.family == "emptied"} == {None}
 
@@ -77,12 +70,8 @@ def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path
 def test_a_direction_trained_on_translations_alone_is_not_zero_shot_and_its_reverse_is(
     tmp_path: Path,
 ) -> None:
-    pairs = {
-        "de-en": {"train": 9, "test": 2},
-        "en-fr": {"train": 9, "test": 2},
-        "de+back-fr": {"train": 4},
-        "de-fr": {"test": 2},
-    }
+    both = {"train": 9, "test": 2}
+    pairs = {"de-en": both, "en-fr": both, "de+back-fr": {"train": 4}, "de-fr": {"test": 2}}
     profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
     families = {str(one.direction): one.family for one in profiles}
     assert families["de-fr"] == "other"
@@ -115,8 +104,5 @@ def test_machine_translations_count_apart_for_the_direction_that_they_train(tmp_
     }
     profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
     assert {str(one.direction): (one.training_lines, one.synthetic_lines) for one in profiles} == {
-        "de-en": (9, 50),
-        "en-de": (9, 0),
-        "de-fr": (0, 7),
-        "fr-de": (0, 30),
+        **{"de-en": (9, 50), "en-de": (9, 0), "de-fr": (0, 7), "fr-de": (0, 30)}
     }

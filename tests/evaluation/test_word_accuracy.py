@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.corpora import make_corpus, make_translations
+from support.corpora import Texts, make_corpus, make_translations
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
@@ -38,8 +38,6 @@ from pipeline.evaluation.word_accuracy import (
     word_tasks,
     words_of_language,
 )
-
-# Alignment
 
 LINES = [
     ("das Haus".split(), "the house".split()),
@@ -122,8 +120,6 @@ def test_nothing_is_aligned_without_words_on_both_sides() -> None:
     assert Aligner([]).align(["unknown", "words"], ["on", "diagonals"]) == [(0, 0), (1, 1)]
 
 
-# Words
-
 TRAINING = ["the cat sat", "the cat ran", "the end"]
 REFERENCES = ["the cat sat on the mat", "a dog ran", "", "extraordinarily the"]
 SYSTEMS = {
@@ -166,12 +162,9 @@ texts = st.lists(st.sampled_from(["a", "b", "cc", "ddddd"]), max_size=8).map(" "
 
 @given(st.lists(st.tuples(texts, texts), max_size=4))
 def test_words_are_shared_as_they_are_when_matched_one_by_one(pairs: list[tuple[str, str]]) -> None:
-    expected = [Counter[str](), Counter[str](), Counter[str]()]
-    for pair in pairs:
-        for total, counts in zip(
-            expected, position_by_position(*map(str.split, pair)), strict=True
-        ):
-            total.update(counts)
+    counts = [position_by_position(*map(str.split, pair)) for pair in pairs]
+    expected = [sum(column, Counter[str]()) for column in zip(*counts, strict=True)]
+    expected = expected or [Counter[str]()] * 3
     found = count_words([one.split() for one, _ in pairs], [two.split() for _, two in pairs])
     assert [found.shared, found.reference, found.hypothesis] == expected
 
@@ -218,9 +211,6 @@ def test_fertility_is_the_number_of_pieces_without_the_mark_of_a_space() -> None
     assert found == {"abcd": 2, "abc": 2, "a": 1, "ab": 1}
 
 
-# Of artifacts
-
-
 def corpus(path: Path, *, training: Sequence[str]) -> Artifact:
     test, train = ({"de-en": {"de": [*lines], "en": [*lines]}} for lines in (REFERENCES, training))
     return make_corpus(path, {"test": test, "train": train})
@@ -265,13 +255,9 @@ def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -
 
 
 RANGES: Mapping[str, tuple[str, int, int]] = {
-    "0": ("frequency", 0, 1),
-    "1": ("frequency", 1, 2),
-    "2": ("frequency", 2, 3),
-    "3": ("frequency", 3, 4),
+    **{str(count): ("frequency", count, count + 1) for count in range(4)},
     "5–9": ("frequency", 5, 10),
-    "unseen": ("seen", 0, 1),
-    "seen": ("seen", 1, 10**9),
+    **{"unseen": ("seen", 0, 1), "seen": ("seen", 1, 10**9)},
 }
 
 
@@ -300,9 +286,6 @@ def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
     )
     for kind, counts in merged.items():
         assert counts["x"] == sum(apart[kind].values(), start=WordCounts(0, 0, 0))
-
-
-# Of source words
 
 
 class Fixed(Aligner):
@@ -346,17 +329,11 @@ def test_source_words_are_counted_as_compare_mt_counts_them(
 
     ours = drawn(hypothesis)
     theirs = ours if hypothesis == reference else drawn(reference)
-    aligner = Fixed(
-        {
-            (" ".join(source), " ".join(hypothesis)): ours,
-            (" ".join(source), " ".join(reference)): theirs,
-        }
-    )
+    one, *others = (" ".join(words) for words in (source, hypothesis, reference))
+    aligner = Fixed(dict(zip([(one, other) for other in others], (ours, theirs), strict=True)))
     found = count_source_words([source], [hypothesis], [reference], aligner=aligner)
-    both, of_reference, of_output = source_words_as_compare_mt(
-        source, hypothesis, reference, ours, theirs
-    )
-    assert (found.shared, found.reference, found.hypothesis) == (both, of_reference, of_output)
+    expected = source_words_as_compare_mt(source, hypothesis, reference, ours, theirs)
+    assert (found.shared, found.reference, found.hypothesis) == expected
 
 
 def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path) -> None:
@@ -365,11 +342,9 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
     sources = [*("ein Haus", "Haus neu", "ein Krankenwagen", "neu ein", "Krankenwagen Haus")] * 6
     texts = {"de": sources, "en": [" ".join(map(dictionary.get, s.split())) for s in sources]}  # type: ignore[arg-type]
     tested = {"de": ["ein Haus", "Krankenwagen neu"], "en": ["a house", "ambulance new"]}
-    given_corpus = make_corpus(
-        tmp_path / "corpus", {"train": {"de-en": texts}, "test": {"de-en": tested}}
-    )
+    splits: Texts = {"train": {"de-en": texts}, "test": {"de-en": tested}}
     systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
-    found = counted(given_corpus, systems, side="source")
+    found = counted(make_corpus(tmp_path / "corpus", splits), systems, side="source")
     assert found.side == "source"
     assert found.training_lines == {"de": 30}
     lengths = found.directions["de-en"]["length"]
@@ -390,10 +365,8 @@ def test_without_training_lines_words_are_told_apart_by_length_alone(tmp_path: P
 def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
     sides = {"de": REFERENCES, "en": REFERENCES}
     trained = {"de": REFERENCES[:1], "fr": REFERENCES[:1]}
-    given = make_corpus(
-        tmp_path / "corpus", {"test": {"de-en": sides}, "train": {"de-fr": trained}}
-    )
+    splits: Texts = {"test": {"de-en": sides}, "train": {"de-fr": trained}}
     systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
-    found = counted(given, systems)
+    found = counted(make_corpus(tmp_path / "corpus", splits), systems)
     assert found.training_lines == {"en": 0}
     assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)

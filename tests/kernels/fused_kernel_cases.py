@@ -6,7 +6,7 @@ Triton reads when it is loaded.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,7 @@ from pipeline.kernels.attention import (
 )
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
-from pipeline.kernels.logits import (
-    finds_best_at_once,
-    fused_best_tokens,
-    summed_cross_entropy,
-)
+from pipeline.kernels.logits import finds_best_at_once, fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
 from pipeline.kernels.pointwise import (
     activated_linear,
@@ -69,7 +65,7 @@ LAST_SITE = 2**31 - 256
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     # Few programs, so that each adds up several rows.
-    monkeypatch.setattr(pointwise, "PROGRAMS", 4)
+    monkeypatch.setattr(pointwise, "PROGRAMS", 2)
     with fused_on_cpu():
         yield
 
@@ -147,11 +143,7 @@ def test_fused_kernels_run_only_where_they_may() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "rate", "site"),
-    [
-        ((0,), 48, 0.3, 256),
-        ((1,), 16, 0.0, 256),
-        ((4, 5), 24, 0.6, LAST_SITE),
-    ],
+    [((0,), 48, 0.3, 256), ((1,), 16, 0.0, 256), ((2, 3), 24, 0.6, LAST_SITE)],
 )
 def test_residual_kernels_equal_pytorch(
     rows: tuple[int, ...], width: int, rate: float, site: int, has_bias: bool, dtype: torch.dtype
@@ -231,11 +223,19 @@ def test_dropout_does_not_depend_on_how_micro_batches_share_a_pass() -> None:
     assert torch.equal(together, torch.cat(apart[::-1]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [128, 8192])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+# Each two of a row's parts (full blocks, the last block, padding), type and smoothing meet.
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (4, 301, 448)]
+    ("rows", "vocabulary", "columns", "block", "smoothing", "dtype"),
+    [
+        (0, 301, 320, 128, 0.1, torch.float32),
+        (1, 256, 256, 128, 0.0, torch.float32),
+        (1, 256, 256, 128, 0.1, torch.bfloat16),
+        (1, 256, 256, 8192, 0.1, torch.float32),
+        (4, 301, 448, 128, 0.1, torch.float32),
+        (4, 301, 448, 128, 0.0, torch.bfloat16),
+        (4, 301, 448, 8192, 0.0, torch.float32),
+        (4, 301, 448, 8192, 0.1, torch.bfloat16),
+    ],
 )
 def test_cross_entropy_equals_pytorch(
     rows: int, vocabulary: int, columns: int, smoothing: float, block: int, dtype: torch.dtype,
@@ -250,14 +250,14 @@ def test_cross_entropy_equals_pytorch(
     ]
     (by[0] * 3).backward()
     expected = F.pad(gradient(exact), (0, columns - vocabulary))
+    options: dict[str, Any] = {"smoothing": smoothing, "vocabulary": vocabulary}
+    with torch.no_grad():
+        again = summed_cross_entropy(logits_LV, labels_L, **options)
     for overwrites in (False, True):
         given = logits_LV.clone().requires_grad_()
         through = given * 1
-        options: dict[str, Any] = {"smoothing": smoothing, "vocabulary": vocabulary}
         found = summed_cross_entropy(through, labels_L, overwrites=overwrites, **options)
         assert torch.equal(through, logits_LV) or overwrites
-        with torch.no_grad():
-            again = summed_cross_entropy(logits_LV, labels_L, **options)
         (found[0] * 3).backward()
         for loss, same, other in zip(found, again, by, strict=True):
             assert loss == same
@@ -344,15 +344,13 @@ OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
         (torch.float16, True, 0.0),
     ],
 )
-@pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (96, 2), (128, 2)])
+@pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (128, 2)])
 def test_packed_attention_equals_attention_of_each_sentence(
     width: int, case: int, is_causal: bool, rate: float, dtype: torch.dtype
 ) -> None:
     heads, site = 2, LAST_SITE
-    queries, keys = (
-        spans_of(LENGTHS[case]),
-        spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case]),
-    )
+    queries = spans_of(LENGTHS[case])
+    keys = spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case])
     num_queries, num_keys = int(queries.bound_B[-1]), int(keys.bound_B[-1])
     noise = noise_of(num_queries // 3, num_queries - num_queries // 3)
     masks = [kept(noise, site + h, max(keys.longest, 1), rate) / (1 - rate) for h in range(heads)]
@@ -371,7 +369,7 @@ def test_packed_attention_equals_attention_of_each_sentence(
 
     assert can_attend_packed(torch.empty(1), head_width=width, has_dropout=True)
     assert_same(ours, reference, [torch.randn(size) for size in sizes], dtype=dtype)
-    if is_causal:
+    if is_causal and width == 24:
         joined = [torch.randn(num_queries, 3 * heads * width)]
         assert_same(
             lambda x: ours(*sliced(x, 3)), lambda x: reference(*x.chunk(3, 1)), joined, dtype=dtype
@@ -464,11 +462,11 @@ def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
     model = tiny_model(tiny_spec(moe=moe, layers=1)).eval()
     examples = random_examples(model.spec, sentences=2, seed=4, shortest=1, longest=4)
     sources = [source_of(one) for one in examples]
-    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=5)
+    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=3)
     grids = grid_search.Grids()
     with fused_kernels_off():
         expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
-    for _ in range(2):  # a second time on the grids of the first
+    for _ in range(1 if moe else 2):  # a second time on the grids of the first
         with torch.inference_mode(), sparing_loops():
             search = grid_search.GridSearch(model, sources, config, eos_id=EOS_ID, grids=grids)
             found = search.run()
@@ -500,38 +498,47 @@ def test_slices_pass_on_gradients_of_any_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("moe", "model"),
+    # Experts have pre-norm layers: both norms are recomputed in a case.
+    ("moe", "model", "recomputes", "sentences"),
     [
-        (None, {}),
-        (None, {"norm": "post", "activation": "gelu"}),
-        (MoEConfig(num_experts=4, every=1, dispatch="capacity", capacity_factor=0.8), {}),
+        (None, {}, False, (1, 2)),
+        (None, {"norm": "post", "activation": "gelu"}, True, (1,)),
+        (
+            MoEConfig(num_experts=4, every=1, dispatch="capacity", capacity_factor=0.8),
+            {},
+            True,
+            (1, 1),
+        ),
     ],
     ids=["pre-norm", "post-norm", "experts"],
 )
 def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
-    moe: MoEConfig | None, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    moe: MoEConfig | None,
+    model: dict[str, Any],
+    recomputes: bool,
+    sentences: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = tiny_spec(moe=moe, layers=1, width=16, num_heads=2, vocabulary=70, model=model)
     rates = Regularization(dropout=0.3, attention_dropout=0.2, expert_output_masking=0.1)
     network = tiny_model(spec, regularization=rates).train()
-    batches = [random_batch(spec, sentences=2, seed=n, longest=4).keyed(n) for n in range(2)]
+    batches = [
+        random_batch(spec, sentences=count, seed=seed, longest=4).keyed(seed)
+        for seed, count in enumerate(sentences)
+    ]
     config = LossConfig(label_smoothing=0.1, balance_weight=0.2)
     # In float32, logits are not padded by themselves.
     monkeypatch.setattr(products, "pads_outputs", lambda *_: True)
     monkeypatch.setattr(products, "is_on_cpu", lambda _: False)
     parameters = list(network.parameters())
     results = []
-    for form, network.recomputes in (
-        (nullcontext(), False),
-        (nullcontext(), True),
-        (fused_kernels_off(), False),
-    ):
+    forms = (nullcontext(), recomputes), (fused_kernels_off(), False)
+    for form, network.recomputes in forms:
         with form:
             objective = training_loss(network, join(batches), config).objective
             results.append([objective, *torch.autograd.grad(objective * 0.5, parameters)])
-    for found, recomputed, expected in zip(*results, strict=True):
+    for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
-        assert (recomputed - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
 def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
@@ -546,5 +553,5 @@ def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
     original = pointwise.activation_gradients
     twice = lambda *a: [2 * d for d in original(*a)]  # noqa: E731
     monkeypatch.setattr(pointwise, "activation_gradients", twice)
-    found = list(compare(torch.device("cpu"), sizes, dtype=torch.float32))
-    assert [one.name for one in found if not one.agrees] == ["activation"]
+    found = list(islice(compare(torch.device("cpu"), sizes, dtype=torch.float32), 2))
+    assert [one.agrees for one in found] == [True, False]

@@ -23,7 +23,7 @@ from pipeline.kernels.attention import (
 from pipeline.kernels.launching import fused_kernels_off
 from pipeline.kernels.noise import Dropout, Noise, weight_dropout
 from pipeline.model import attention as model
-from pipeline.model.attention import Attention
+from pipeline.model.attention import Attention, Projected
 
 LISTED = torch.tensor([[4, 0, 2, 2], [1, 5, 3, 0], [0, 0, 0, 0]])
 
@@ -65,8 +65,10 @@ def brute_force(query: Tensor, key: Tensor, value: Tensor, allowed_BHTS: Tensor)
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("form", ["free", "padded", "causal"])
-def test_both_kernels_equal_brute_force(fused: bool, form: str, choose_fused: Kernel) -> None:
-    query, key, value = random_heads(batch=3, length=5, seed=1)
+def test_both_kernels_equal_brute_force_in_values_and_gradients(
+    fused: bool, form: str, choose_fused: Kernel
+) -> None:
+    query, key, value = (x.requires_grad_() for x in random_heads(batch=3, length=5, seed=1))
     mask = key_mask([5, 1, 3]) if form == "padded" else None
     allowed = torch.ones(3, 2, 5, 5, dtype=torch.bool)
     if mask is not None:
@@ -74,24 +76,16 @@ def test_both_kernels_equal_brute_force(fused: bool, form: str, choose_fused: Ke
     if form == "causal":
         allowed = allowed.tril()
     choose_fused(fused)
-    found = attend(query, key, value, mask=mask, is_causal=form == "causal")
-    expected = brute_force(query, key, value, allowed)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["free", "padded", "causal"])
-def test_both_kernels_have_the_same_gradients(form: str, choose_fused: Kernel) -> None:
-    gradients = []
-    mask = key_mask([5, 1, 3]) if form == "padded" else None
-    for fused in (True, False):
-        inputs = [x.requires_grad_() for x in random_heads(batch=3, length=5, seed=2)]
-        query, key, value = inputs
-        choose_fused(fused)
-        out = attend(query, key, value, mask=mask, is_causal=form == "causal")
-        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
-        gradients.append([x.grad for x in inputs])
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
+    results = []
+    for out in (
+        attend(query, key, value, mask=mask, is_causal=form == "causal"),
+        brute_force(query, key, value, allowed),
+    ):
+        slope = torch.arange(out.numel()).view_as(out).cos()
+        gradients = torch.autograd.grad((out * slope).sum(), (query, key, value))
+        results.append([out.double(), *gradients])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -164,23 +158,17 @@ class SentenceBySentence:
         is_causal: bool,
     ) -> tuple[Tensor, ...]:
         self.calls += 1
-        for bound_B, tokens, longest in (
-            (query_bound_B, query_NHK, longest_query),
-            (key_bound_B, key_MHK, longest_key),
-        ):
+        sides = (query_bound_B, query_NHK, longest_query), (key_bound_B, key_MHK, longest_key)
+        for bound_B, tokens, longest in sides:
             assert bound_B.dtype == torch.int32
             assert bound_B.is_contiguous()
             assert bound_B[0] == 0
             assert bound_B[-1] == len(tokens)
             assert int(bound_B.diff().max()) == longest
-        rows = (
-            x.tensor_split(bound_B[1:-1].tolist())
-            for x, bound_B in (
-                (query_NHK, query_bound_B),
-                (key_MHK, key_bound_B),
-                (value_MHK, key_bound_B),
-            )
+        bounds = zip(
+            (query_bound_B, key_bound_B, key_bound_B), (query_NHK, key_MHK, value_MHK), strict=True
         )
+        rows = (x.tensor_split(bound_B[1:-1].tolist()) for bound_B, x in bounds)
         contexts = []
         for of_sentence in zip(*rows, strict=True):
             query, key, value = (x.transpose(0, 1) for x in of_sentence)
@@ -220,37 +208,23 @@ def both_ways(
 
 
 @pytest.mark.parametrize("lengths", [[4, 4], [6, 1, 3], [5]])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_self_attention_is_the_padded_one(
-    lengths: list[int],
-    is_causal: bool,
-    operator: SentenceBySentence,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("form", ["causal", "free", "cross"])
+def test_packed_attention_is_the_padded_one(
+    lengths: list[int], form: str, operator: SentenceBySentence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, packing = Attention(width=16, num_heads=4, dropout=0.0), Packing.from_lengths(lengths)
-    tokens = tokens_in_groups(packing.sentence_N)
+    memory = Packing.from_lengths([length % 4 + 1 for length in lengths])
+    memory_ND, tokens = torch.randn(len(memory.index_N), 16), tokens_in_groups(packing.sentence_N)
 
     def run(x_ND: Tensor) -> Tensor:
-        y_ND: Tensor = module(x_ND, packing, tokens, is_causal=is_causal)
-        return y_ND
-
-    both_ways(module, run, torch.randn(sum(lengths), 16), monkeypatch)
-    assert operator.calls == 1
-
-
-def test_cross_attention_is_the_padded_one(
-    operator: SentenceBySentence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = Attention(width=16, num_heads=4, dropout=0.0)
-    packing, memory = Packing.from_lengths([2, 5, 1]), Packing.from_lengths([3, 1, 4])
-    memory_ND, tokens = torch.randn(8, 16), tokens_in_groups(packing.sentence_N)
-
-    def run(x_ND: Tensor) -> Tensor:
-        y_ND = module.attend_to(x_ND, packing, memory_ND, memory, tokens)
+        if form == "cross":
+            y_ND = module.attend_to(x_ND, packing, memory_ND, memory, tokens)
+        else:
+            y_ND = module(x_ND, packing, tokens, is_causal=form == "causal")
         assert isinstance(y_ND, Tensor)
         return y_ND
 
-    both_ways(module, run, torch.randn(8, 16), monkeypatch)
+    both_ways(module, run, torch.randn(sum(lengths), 16), monkeypatch)
     assert operator.calls == 1
 
 
@@ -264,12 +238,11 @@ def test_a_mask_has_the_padded_form_and_a_contextualiser_stays_packed(
     everywhere_BTT = torch.ones(2, 6, 6, dtype=torch.bool)
     torch.testing.assert_close(module(x_ND, packing, tokens, mask_BTT=everywhere_BTT), expected_ND)
     assert operator.calls == 1
-    found_ND = module(
-        x_ND,
-        packing,
-        tokens,
-        contextualizer=lambda attention, x_ND: attention.project(x_ND, tokens),
-    )
+
+    def as_is(attention: Attention, x_ND: Tensor) -> Projected:
+        return attention.project(x_ND, tokens)
+
+    found_ND = module(x_ND, packing, tokens, contextualizer=as_is)
     assert torch.equal(found_ND, expected_ND)
     assert operator.calls == 2
 

@@ -1,7 +1,7 @@
 """The kernels and the threads that a process takes on its CPU."""
 
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forked import started_code
 
 from pipeline.kernels import cpu
 from pipeline.kernels.cpu import (
@@ -201,9 +202,9 @@ with torch.no_grad():
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a build without oneDNN")
 def test_memory_does_not_grow_with_every_new_number_of_rows() -> None:
     """After 200 numbers of rows, 400 others take no more memory: few shapes are kept."""
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    warm, end = map(int, done.stdout.split())
+    with started_code(MANY_SHAPES, [], environment=os.environ) as started:
+        started.process.join(600)
+        code, out, error = started.end()
+    assert code == 0, error
+    warm, end = map(int, out.split())
     assert end - warm < 40

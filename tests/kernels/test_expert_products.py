@@ -12,15 +12,12 @@ from pipeline.model.settings import MoEConfig
 
 
 @pytest.mark.parametrize(("width", "hidden_width"), [(20, 32), (16, 36), (7, 7)])
-def test_widths_that_grouped_products_do_not_take_are_refused(
+def test_widths_that_are_no_multiples_of_8_are_refused_on_a_gpu(
     width: int, hidden_width: int
 ) -> None:
     with pytest.raises(ConfigError, match="multiples of 8"):
         check_widths(width=width, hidden_width=hidden_width, device=torch.device("cuda"))
     check_widths(width=width, hidden_width=hidden_width, device=torch.device("cpu"))
-
-
-def test_widths_of_eight_are_taken_everywhere() -> None:
     for device in ("cuda", "cpu", "meta"):
         check_widths(width=16, hidden_width=40, device=torch.device(device))
 

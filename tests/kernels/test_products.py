@@ -68,11 +68,8 @@ def test_only_what_wants_a_gradient_gets_one(wanted: str) -> None:
     others[wanted].requires_grad_()
     linear(values["x"], values["weight"], values["bias"]).sum().backward()
     F.linear(others["x"], others["weight"], others["bias"]).sum().backward()
-    for name, value in values.items():
-        if name == wanted:
-            torch.testing.assert_close(value.grad, others[name].grad, rtol=0, atol=1e-5)
-        else:
-            assert value.grad is None
+    torch.testing.assert_close(values[wanted].grad, others[wanted].grad, rtol=0, atol=1e-5)
+    assert all(value.grad is None for name, value in values.items() if name != wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,10 +92,7 @@ def test_batched_products_and_their_gradients_are_those_of_float64(dtype: torch.
     for values in (inputs, [value.double() for value in inputs]):
         x, y = (value.detach().requires_grad_() for value in values)
         z = batched_product(x, y)
-        z.square().sum().backward()
-        assert x.grad is not None
-        assert y.grad is not None
-        results.append([z, x.grad, y.grad])
+        results.append([z, *torch.autograd.grad(z.square().sum(), (x, y))])
     for found, expected in zip(*results, strict=True):
         assert found.dtype == dtype
         rtol = 1e-5 if dtype == torch.float32 else 3e-2
@@ -148,13 +142,12 @@ def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
 def test_a_product_with_padded_outputs_and_its_gradients_are_those_without() -> None:
     x, weight = (tokens(rows, 12).requires_grad_() for rows in (7, 101))
     slope = tokens(7, 101)
-    found, expected = padded_product(x, weight), F.linear(x, weight)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected)
-    gradients = (torch.autograd.grad((y * slope).sum(), (x, weight)) for y in (found, expected))
-    for ours, theirs in zip(*gradients, strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs)
+    results = [
+        (y, *torch.autograd.grad((y * slope).sum(), (x, weight)))
+        for y in (padded_product(x, weight), F.linear(x, weight))
+    ]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("outputs", [40, 64, 101, 300])

@@ -8,11 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.kernels.routing import (
-    averaged_logits,
-    kept_softmax,
-    kept_weights,
-)
+from pipeline.kernels.routing import averaged_logits, kept_softmax, kept_weights
 from pipeline.model.moe.routing import choose
 from pipeline.model.settings import CombineWeights
 
@@ -23,7 +19,7 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 9), st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), SEEDS)
 @example(0, 4, 2, 1.0, 1)
 @pytest.mark.parametrize("combine_weights", ["renormalized", "probability"])

@@ -89,19 +89,6 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
         torch.testing.assert_close(step_BD, at_once[:, position], rtol=0, atol=1e-6)
 
 
-def test_dropout_of_the_module_acts_in_training_only() -> None:
-    module = Attention(width=16, num_heads=4, dropout=0.5)
-    packing, other = (Packing.from_lengths([6]).keyed(seed) for seed in (1, 2))
-    x_ND = torch.randn(6, 16)
-    assert not torch.equal(
-        module(x_ND, packing, tokens_of(packing)), module(x_ND, other, tokens_of(other))
-    )
-    module.eval()
-    assert torch.equal(
-        module(x_ND, packing, tokens_of(packing)), module(x_ND, packing, tokens_of(packing))
-    )
-
-
 @pytest.mark.parametrize("lengths", [[4, 4], [6, 1, 3]])
 def test_a_mask_restricts_who_is_attended_to(lengths: list[int]) -> None:
     """Against every pair of neighbours alone: no position sees beyond its pair, nor padding."""

@@ -60,13 +60,6 @@ def test_logits_are_those_of_the_first_ids(model: dict[str, object]) -> None:
     torch.testing.assert_close(found, every[:, :OUTPUT], rtol=1e-5, atol=1e-6)
 
 
-def test_an_untied_table_has_no_rows_of_source_pieces() -> None:
-    model = tiny_model(spec_of(**UNTIED))
-    assert model.embedding.output_weight is not None
-    assert model.embedding.weight is not None
-    assert (len(model.embedding.weight), len(model.embedding.output_weight)) == (40, OUTPUT)
-
-
 def test_source_pieces_have_no_share_in_the_loss_and_a_gradient_as_input_alone() -> None:
     """Against a softmax over the first ids, written out in float64."""
     model = tiny_model(spec_of()).double()

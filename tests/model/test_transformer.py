@@ -1,13 +1,13 @@
 """The whole model: equal to Hugging Face's, causal, and blind to padding."""
 
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.forked import started_code
 from support.m2m100_peer import copy_weights, padded, peer_name, peer_settings
 from support.tiny_models import (
     EOS_ID,
@@ -68,43 +68,37 @@ def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
         )
 
 
-def test_an_output_of_its_own_equals_m2m100s() -> None:
-    spec = tiny_spec(model={"embedding": {"output": "untied"}})
-    peer = make_peer(M2M100ForConditionalGeneration, M2M100Config, spec, tie_word_embeddings=False)
-    assert_equals_peer(spec, peer)
+M2M100 = M2M100ForConditionalGeneration, M2M100Config
+MBART = MBartForConditionalGeneration, MBartConfig
+BART = BartForConditionalGeneration, BartConfig
+LEARNED = {"positions": "learned", "embedding_norm": True}
+POST_NORM = {**LEARNED, "norm": "post", "scale_embedding": False}
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("scale_embedding", [True, False])
-def test_pre_norm_with_sinusoids_equals_m2m100(
-    activation: Activation, scale_embedding: bool
+@pytest.mark.parametrize(
+    ("types", "activation", "model"),
+    [
+        (M2M100, "relu", {"scale_embedding": True}),
+        (M2M100, "gelu", {"scale_embedding": False}),
+        (M2M100, "relu", {"embedding": {"output": "untied"}}),
+        (MBART, "gelu", LEARNED),
+        (BART, "gelu", POST_NORM),
+    ],
+)
+def test_a_model_equals_its_peer(
+    types: tuple[Any, Any], activation: Activation, model: dict[str, Any]
 ) -> None:
-    spec = tiny_spec(activation=activation, model={"scale_embedding": scale_embedding})
-    assert_equals_peer(spec, make_peer(M2M100ForConditionalGeneration, M2M100Config, spec))
+    spec = tiny_spec(activation=activation, model=model)
+    assert_equals_peer(spec, make_peer(*types, spec, tie_word_embeddings="embedding" not in model))
 
 
-def test_pre_norm_with_learned_positions_and_embedding_norm_equals_mbart() -> None:
-    spec = tiny_spec(activation="gelu", model={"positions": "learned", "embedding_norm": True})
-    assert_equals_peer(spec, make_peer(MBartForConditionalGeneration, MBartConfig, spec))
-
-
-def test_post_norm_with_learned_positions_and_embedding_norm_equals_bart() -> None:
-    settings = {"norm": "post", "positions": "learned", "embedding_norm": True}
-    spec = tiny_spec(activation="gelu", model={**settings, "scale_embedding": False})
-    assert_equals_peer(spec, make_peer(BartForConditionalGeneration, BartConfig, spec))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(("norm", "count"), [("pre", 1), ("pre", 3), ("post", 1), ("post", 2)])
 def test_converter_layers_are_a_peers_with_the_target_languages_embedding_before_them(
     count: int, norm: str
 ) -> None:
-    model: dict[str, object] = {"norm": norm, "converter_layers": count}
-    types: tuple[Any, Any] = M2M100ForConditionalGeneration, M2M100Config
-    if norm == "post":
-        model |= {"positions": "learned", "embedding_norm": True, "scale_embedding": False}
-        types = BartForConditionalGeneration, BartConfig
-    spec = tiny_spec(layers=3, model=model)
+    types: tuple[Any, Any] = BART if norm == "post" else M2M100
+    model = POST_NORM if norm == "post" else {}
+    spec = tiny_spec(layers=3, model={**model, "converter_layers": count})
     peer: Any = make_peer(*types, spec)
     examples = random_examples(spec, sentences=5, seed=3, shortest=1, longest=12)
     tokens = torch.tensor([language_token(spec, one.target_language) for one in examples])
@@ -258,10 +252,10 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.startswith("There is no memory for the ")
+    with started_code(script, [], environment=os.environ) as started:
+        code, out, error = started.end()
+    assert code == 0, error
+    assert out.startswith("There is no memory for the ")
 
 
 @pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, every=1)], ids=["dense", "moe"])
@@ -292,9 +286,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients_bit_for_bit(
         kept.append(len(saved))
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*results, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert kept[1] < kept[0] / 3
 
 
