@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import run_script
 from support.page_commands import ROOT
 
 PAPERS = ROOT / "docs" / "papers"
@@ -141,11 +141,7 @@ def write_evaluation(
 
 
 def make(script: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "docs" / script), *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run_script(ROOT / "docs" / script, options, folder=folder, timeout=120)
 
 
 @pytest.mark.slow

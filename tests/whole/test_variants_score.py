@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.added_variants import Variant, copy_with, run_in, touched_files
+from support.added_variants import Variant, copy_with, run_in
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
@@ -138,11 +138,6 @@ def expected_ratio(source: str, target: str) -> float:
 
 
 def test_an_added_score_reaches_every_report(copied: Path, tmp_path: Path) -> None:
-    assert touched_files(copied) == {
-        "pipeline/evaluation/source_ratio.py",
-        "pipeline/evaluation/settings.py",
-        "pipeline/evaluation/scoring.py",
-    }
     out = evaluate(copied, tmp_path)
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
