@@ -90,11 +90,7 @@ class Shelf:
 
 
 def stage_call(
-    stage_name: str,
-    out_dir: Path,
-    artifacts: Mapping[str, Artifact],
-    *,
-    recipe: Recipe = RECIPE,
+    stage_name: str, out_dir: Path, artifacts: Mapping[str, Artifact], *, recipe: Recipe = RECIPE
 ) -> StageCall:
     stage = STAGES[stage_name]
     return StageCall(

@@ -62,12 +62,7 @@ def make_recipe(**training: Any) -> Recipe:
             "max_positions": 64,
             "moe": {"num_experts": 4, "every": 1, "decoder_router": "language_group"},
         },
-        "batches": {
-            "tokens": 60,
-            "micro_batches": 4,
-            "window_steps": 2,
-            "evaluation_tokens": 60,
-        },
+        "batches": {"tokens": 60, "micro_batches": 4, "window_steps": 2, "evaluation_tokens": 60},
         "optimizer": {
             "learning_rate": 0.01,
             "warmup_updates": min(2, training.get("updates", UPDATES) - 1),

@@ -21,31 +21,14 @@ PAGE_PATH = ROOT / "docs" / "tutorials" / "from_bytes.md"
 PAGE = PAGE_PATH.read_text(encoding="utf-8")
 SETTINGS = [block.text for block in blocks([PAGE_PATH]) if block.info == "toml"]
 FEW = """
-[corpus]
-max_train_lines = 20
-max_valid_lines = 2
-max_test_lines = 2
-[model]
-encoder_layers = 1
-decoder_layers = 1
-width = 16
-feed_forward_width = 16
-[batches]
-tokens = 300
-micro_batches = 1
-window_steps = 2
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 5
-validate_every = 5
-checkpoint_every = 1
-[decoding]
-max_length_ratio = 0.1
-[evaluation]
-language_accuracy = false
-[logging]
-every = 1
+corpus = { max_train_lines = 20, max_valid_lines = 2, max_test_lines = 2 }
+model = { encoder_layers = 1, decoder_layers = 1, width = 16, feed_forward_width = 16 }
+batches = { tokens = 300, micro_batches = 1, window_steps = 2 }
+optimizer = { warmup_updates = 1 }
+training = { updates = 5, validate_every = 5, checkpoint_every = 1 }
+decoding = { max_length_ratio = 0.1 }
+evaluation = { language_accuracy = false }
+logging = { every = 1 }
 """
 
 

@@ -13,11 +13,7 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.extensions.language_modules import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LowRankConfig,
-)
+from pipeline.extensions.language_modules import ClsrConfig, LanguageExpertsConfig, LowRankConfig
 from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.token_classifier import HeadKind, TokenClassifier
 from pipeline.jobs.plan import load_plan, stage_order
@@ -437,7 +433,7 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task() -> None:
 
 
 SMALL = TINY.replace(
-    "language_accuracy = false", 'language_accuracy = false\nbleu_tokenizer = "13a"'
+    "language_accuracy = false", 'language_accuracy = false, bleu_tokenizer = "13a"'
 )
 
 

@@ -31,9 +31,9 @@ validate_every = 2
 [evaluation]
 language_accuracy = false
 """
-INTO = 'targets = ["de", "fr", "ru"]\n'
-PLAN = TINY.replace('[tokenizer]\nkind = "bytes"\n', "")
-PLAN = PLAN.replace("[decoding]\n", f"[decoding]\n{INTO}") + f"[mixture]\n{INTO}"
+INTO = 'targets = ["de", "fr", "ru"]'
+PLAN = TINY.replace('tokenizer = { kind = "bytes" }\n', f"mixture = {{ {INTO} }}\n")
+PLAN = PLAN.replace("decoding = {", f"decoding = {{ {INTO},")
 LEAST = 5.0
 """The round trips of a model this small are worse than the page's threshold."""
 

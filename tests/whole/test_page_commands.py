@@ -42,41 +42,26 @@ PARSED_ALONE = ("logs", "cancel")
 FROM_THE_NETWORK = ("hub:",)
 """What a command reads that no test does: its options and its recipe are looked at alone."""
 DEMO = """
-[corpus]
-max_train_lines = 60
-max_valid_lines = 2
-max_test_lines = 2
-[tokenizer]
-vocabulary_size = 300
+corpus = { max_train_lines = 60, max_valid_lines = 2, max_test_lines = 2 }
+tokenizer = { vocabulary_size = 300 }
+shards = { max_tokens = 100 }
+batches = { tokens = 400, micro_batches = 2, window_steps = 2 }
+optimizer = { warmup_updates = 1 }
+tasks = { max_tokens = 48 }
+decoding = { beam_size = 1, max_length_ratio = 0.1, max_extra_length = 2 }
+evaluation = { language_accuracy = false }
+logging = { every = 1 }
+[training]
+updates = 2
+validate_every = 2
+checkpoint_every = 2
+resource_thresholds = {thresholds}
 [model]
 encoder_layers = 2
 decoder_layers = 2
 width = 16
 feed_forward_width = 32
 num_heads = 2
-[shards]
-max_tokens = 100
-[batches]
-tokens = 400
-micro_batches = 2
-window_steps = 2
-[optimizer]
-warmup_updates = 1
-[tasks]
-max_tokens = 48
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
-resource_thresholds = {thresholds}
-[decoding]
-beam_size = 1
-max_length_ratio = 0.1
-max_extra_length = 2
-[evaluation]
-language_accuracy = false
-[logging]
-every = 1
 """
 BYTES = TINY.replace("num_heads = 2", "num_heads = 8") + "[tests]\nlanguages = []\n"
 

@@ -148,9 +148,7 @@ TAUGHT = [
 
 
 @pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.stem)
-def test_a_page_names_the_command_alone_and_says_at_the_top_where_it_comes_from(
-    page: Path,
-) -> None:
+def test_a_page_names_the_command_alone_and_says_at_the_top_where_it_comes_from(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert ".venv" not in text
     introduction = text.partition("\n## ")[0].partition("```")[0]
@@ -161,9 +159,7 @@ SOURCES = re.compile(r"runs/demo/(copied|moe_lgr|assembled)(?!\w)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_translate_export_and_start_from_the_demos_final_models(
-    page: Path,
-) -> None:
+def test_pages_translate_export_and_start_from_the_demos_final_models(page: Path) -> None:
     """A model that is only a source of another, or was not trained since, translates worse."""
     lines = [line for block in blocks([page]) for line in block.text.splitlines()]
     assert not [line for line in lines if " diff " not in line and SOURCES.search(line)]

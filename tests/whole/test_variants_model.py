@@ -145,7 +145,7 @@ VARIANTS = {
                     "        match spec.model.front:\n"
                     "            case SmoothConfig():\n"
                     "                return SmoothFront(spec)\n",
-                ),
+                )
             ],
         },
     ),

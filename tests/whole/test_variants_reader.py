@@ -55,10 +55,7 @@ VARIANT = Variant(
     {"data_prep/readers/bars.py": BARS},
     {
         "data_prep/settings.py": [
-            (
-                'source: Literal["tree", "cldr",',
-                'source: Literal["bars", "tree", "cldr",',
-            )
+            ('source: Literal["tree", "cldr",', 'source: Literal["bars", "tree", "cldr",')
         ],
         "data_prep/import_corpus.py": [
             (
