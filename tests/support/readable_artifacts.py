@@ -3,7 +3,6 @@
 A reader takes a folder that holds one artifact, which may be broken, and a place for scratch files.
 """
 
-import gzip
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages.finetune import refuse_other_model
+from support.raw_trees import write
 from support.stage_runs import run_stage
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model
@@ -119,8 +119,7 @@ def run(
 def build_shelf(folder: Path) -> Shelf:
     """Make one artifact of every kind, and the files that are none."""
     shelf = Shelf(folder)
-    write_raw(shelf.path("raw"))
-    write_other_raw(shelf)
+    write_raw(shelf)
     run("import_corpus", shelf.path("imported"), {}, raw=folder / "raw")
     run("clean", shelf.path("corpus"), {"corpus": shelf.open("imported")})
     corpus = {"corpus": shelf.open("corpus")}
@@ -155,48 +154,32 @@ def build_shelf(folder: Path) -> Shelf:
 WHAT = ("master", "exp_avg", "exp_avg_sq")
 
 
-def write_raw(folder: Path) -> None:
-    for pair, lines in LINES.items():
-        for split, chosen in (("train", lines), ("valid", lines[:2]), ("test", lines[:3])):
-            for side, code in enumerate(pair.split("-")):
-                path = folder / pair / f"{split}.{code}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                text = "".join(f"{line[side]}\n" for line in chosen)
-                path.write_text(text, encoding="utf-8")
-
-
-def write_other_raw(shelf: Shelf) -> None:
-    """The same text, packed; and test sets as FLORES-200 has them."""
-    for path in shelf.path("raw").rglob("*.*"):
-        packed = shelf.path("packed") / path.parent.name / f"{path.name}.gz"
-        packed.parent.mkdir(parents=True, exist_ok=True)
-        packed.write_bytes(gzip.compress(path.read_bytes()))
-    write_tables(shelf)
-    shelf.path("tests").mkdir()
-    for code in ("eng_Latn", "deu_Latn"):
-        (shelf.path("tests") / f"{code}.devtest").write_text(f"one {code}\ntwo {code}\n")
-
-
-def write_tables(shelf: Shelf) -> None:
-    """The text of a pair as a translation memory, a table and rows of JSON and CSV."""
+def write_raw(shelf: Shelf) -> None:
+    """The same text as files, packed, and as tables; and test sets as FLORES-200 has them."""
+    raw = {
+        f"{pair}/{split}.{code}": "".join(f"{line[side]}\n" for line in chosen)
+        for pair, lines in LINES.items()
+        for split, chosen in (("train", lines), ("valid", lines[:2]), ("test", lines[:3]))
+        for side, code in enumerate(pair.split("-"))
+    }
+    write(shelf.path("raw"), raw)
+    write(shelf.path("packed"), {f"{name}.gz": text for name, text in raw.items()})
+    tests = {f"{c}.devtest": f"one {c}\ntwo {c}\n" for c in ("eng_Latn", "deu_Latn")}
+    write(shelf.path("tests"), tests)
     lines = LINES["de-en"] * 5
     units = "".join(
         f'<tu><tuv xml:lang="de"><seg>{one}</seg></tuv><tuv xml:lang="en"><seg>{other}</seg></tuv>'
         "</tu>\n"
         for one, other in lines
     )
-    files = {
+    rows = (json.dumps({"de": one, "en": other}) + "\n" for one, other in lines)
+    tables = {
         "memories/a.tmx": f'<tmx version="1.4"><body>\n{units}</body></tmx>\n',
         "tables/train.de-en.tsv": "".join(f"{one}\t{other}\n" for one, other in lines),
-        "rows/de-en/a.jsonl": "".join(
-            json.dumps({"de": one, "en": other}) + "\n" for one, other in lines
-        ),
+        "rows/de-en/a.jsonl": "".join(rows),
         "cells/de-en/a.csv": "de,en\n" + "".join(f'"{one}","{other}"\n' for one, other in lines),
     }
-    for name, content in files.items():
-        path = shelf.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+    write(shelf.folder, tables)
 
 
 def model_spec(moe: MoEConfig | None) -> ModelSpec:

@@ -15,6 +15,7 @@ from support.foreign_families import nllb_folder
 from support.foreign_models import model_of, our_logits, sentencepiece_model, their_logits
 from support.forked import run_line
 from support.page_commands import ROOT, named_blocks
+from support.raw_trees import write
 from support.served import serving
 from transformers import M2M100ForConditionalGeneration, NllbTokenizer
 
@@ -56,13 +57,10 @@ def phrases(code: str) -> list[str]:
 
 def write_pair(folder: Path, pair: str) -> None:
     """Of 180 phrases, 174 train, 3 validate and 3 test."""
-    (folder / pair).mkdir(parents=True)
     for code in pair.split("-"):
-        lines = phrases(code)
+        lines = [f"{line}\n" for line in phrases(code)]
         parts = {"train": lines[6:], "valid": lines[:3], "test": lines[3:6]}
-        for split, chosen in parts.items():
-            text = "".join(f"{line}\n" for line in chosen)
-            (folder / pair / f"{split}.{code}").write_text(text, encoding="utf-8")
+        write(folder / pair, {f"{split}.{code}": "".join(some) for split, some in parts.items()})
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import run_command
+from support.raw_trees import write
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
@@ -57,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts["test"]["zh"][1] = LONG.encode()
     for split, of_split in texts.items():
         for code, lines in of_split.items():
-            path = root / "raw" / "en-zh" / f"{split}.{code}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"".join(line + b"\n" for line in lines))
+            write(root / "raw" / "en-zh", {f"{split}.{code}": b"\n".join([*lines, b""])})
     (root / "recipe.toml").write_text(RECIPE, encoding="utf-8")
     return root
 

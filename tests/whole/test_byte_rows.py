@@ -1,11 +1,11 @@
 """MoCE's and LOBEF's tables: a recipe per row, and their plans on made-up text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.raw_trees import run_import, write
+from support.raw_trees import flores, run_import, write
 from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.stage_runs import run_stage
 
@@ -445,15 +445,6 @@ def ted59(root: Path) -> Path:
     return root
 
 
-def flores(root: Path, codes: Sequence[str]) -> Path:
-    files = {
-        f"{split}/{code}.{split}": f"{code} {split}\n" * 2
-        for code in codes
-        for split in ("dev", "devtest")
-    }
-    return write(root, files)
-
-
 def inputs_of(name: str, folder: Path) -> Mapping[str, Path]:
     """Made-up data from outside for a plan."""
     given = {key: folder / key for key in load_plan(name).inputs}
@@ -462,12 +453,12 @@ def inputs_of(name: str, folder: Path) -> Mapping[str, Path]:
             ted59(given["corpus"])
             codes = [*load_recipe("bytes_ted59").tests.languages, "lao_Laoo"]
             theirs = {"az": "azj", "et": "est", "fa": "pes", "ku": "kmr", "mn": "khk", "ms": "zsm"}
-            flores(given["flores"], [theirs.get(code, code) for code in codes])
+            write(given["flores"], flores(theirs.get(code, code) for code in codes))
         case "lobef":
             lines = dict.fromkeys(("de", "hi", "km", "lo", "ne", "ta", "te"), 4)
             write_tree(given["corpus"], lines=lines, validated=("de", "km"))
             codes = ["eng", "deu_Latn", "hin_Deva", "khm_Khmr", "lao_Laoo", "npi_Deva"]
-            flores(given["flores"], [*codes, "tam_Taml", "tel_Telu", "fra_Latn"])
+            write(given["flores"], flores([*codes, "tam_Taml", "tel_Telu", "fra_Latn"]))
         case "lobef_transfer":
             write_tree(given["talks"], lines={"tr": 4, "az": 0}, validated=("tr",))
             write_tree(given["few"], lines={"az": 4}, validated=("az",))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.forked import run_command
 from support.page_commands import ROOT, blocks, without_launcher
-from support.raw_trees import write
+from support.raw_trees import flores, write
 from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
@@ -110,15 +110,6 @@ def translation_memory(lines: int) -> str:
     return f'<tmx version="1.4"><header/><body>{units}</body></tmx>'
 
 
-def flores(codes: Mapping[str, str]) -> dict[str, str]:
-    """FLORES-200's files: code → word."""
-    return {
-        f"{split}/{code}.{split}": f"{word} {split}\n" * 2
-        for code, word in codes.items()
-        for split in ("dev", "devtest")
-    }
-
-
 def talks(languages: str) -> dict[str, str]:
     """Tables of talks with a column per language."""
     codes = languages.split()
@@ -143,9 +134,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         raw / "memories",
         {"ours.tmx": translation_memory(9), "test/ours.tmx": translation_memory(2)},
     )
-    words = {"eng_Latn": "house", "deu_Latn": "Haus", "fra_Latn": "maison", "ron_Latn": "casă"}
-    write(raw / "flores200_dataset", flores(words))
-    write(raw / "flores", flores(words))
+    for name in ("flores200_dataset", "flores"):
+        write(raw / name, flores(("eng_Latn", "deu_Latn", "fra_Latn", "ron_Latn")))
     write(raw / "talks", talks("en de my ro"))
     for name in ("xlm-roberta-base", "xlmr"):
         write_xlmr(raw / name)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.raw_trees import run_import
+from support.raw_trees import run_import, write
 from support.stage_runs import run_stage
 
 from data_prep.settings import GroupsConfig, LanguagesConfig, TokenizerConfig
@@ -38,14 +38,15 @@ def line(spelling: str, number: int) -> str:
 
 
 def write_tree(root: Path) -> Path:
-    for number, spelling in enumerate(sorted(WORDS.keys() - {"eng_Latn"})):
-        for split, count in {"train": 30 + number, "valid": 3, "test": 4}.items():
-            for side in ("eng_Latn", spelling):
-                path = root / f"eng_Latn-{spelling}" / f"{split}.{side}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                start = {"train": 100, "valid": 0, "test": 50}[split]
-                path.write_text("".join(f"{line(side, start + i)}\n" for i in range(count)))
-    return root
+    files = {
+        f"eng_Latn-{spelling}/{split}.{side}": "".join(
+            f"{line(side, start + i)}\n" for i in range(count)
+        )
+        for number, spelling in enumerate(sorted(WORDS.keys() - {"eng_Latn"}))
+        for split, start, count in (("train", 100, 30 + number), ("valid", 0, 3), ("test", 50, 4))
+        for side in ("eng_Latn", spelling)
+    }
+    return write(root, files)
 
 
 @pytest.fixture(scope="module")

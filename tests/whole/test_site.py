@@ -70,6 +70,5 @@ def test_links_that_lead_nowhere_are_errors(small: Path, tmp_path: Path) -> None
     (small / "docs" / "how-to" / "page.md").write_text(f"# Page\n\n{page}")
     done = build(small, tmp_path / "site")
     assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if "how-to/page.md" in line]
-    for name in ("MISSING.md", "missing.md", "#no-heading"):
-        assert any(name in line for line in told), done.stderr
+    assert done.stderr.count("how-to/page.md") >= len(links)
+    assert all(name in done.stderr for name in ("MISSING.md", "missing.md", "#no-heading"))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.forked import run_script
 from support.page_commands import ROOT
+from support.raw_trees import write
 
 PAPERS = ROOT / "docs" / "papers"
 STUDIES = sorted(page for page in PAPERS.glob("*.md") if "../results/" in page.read_text("utf-8"))
@@ -71,11 +72,9 @@ def test_the_script_of_the_page_cuts_pairs_to_short_verses(tmp_path: Path) -> No
         "zero-shot/de-fr/test": (["a" * 110, "a", "é" * 110], ["b" * 110, "b" * 111, "ü" * 110]),
     }
     for place, sides in pairs.items():
-        folder, split = (tmp_path / "pairs" / place).parent, place.rpartition("/")[2]
-        folder.mkdir(parents=True, exist_ok=True)
-        for code, lines in zip(folder.name.split("-"), sides, strict=True):
-            text = "".join(f"{line}\n" for line in lines).encode()
-            (folder / f"{split}.{code}.gz").write_bytes(gzip.compress(text))
+        for code, lines in zip(place.split("/")[-2].split("-"), sides, strict=True):
+            text = "".join(f"{line}\n" for line in lines)
+            write(tmp_path / "pairs", {f"{place}.{code}.gz": text})
     command = [sys.executable, "cut.py", "pairs", "verses"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     cut = {
@@ -134,9 +133,7 @@ def write_evaluation(
         "dense/weights/all.json": [],
         "dense/manifest.json": {"inputs": {"shards": {"path": f"{folder}/shards"}}},
     }
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    write(folder, {name: json.dumps(content) for name, content in files.items()})
     return folder / "block"
 
 
