@@ -408,9 +408,6 @@ def test_no_module_is_a_drawer(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [
-        name
-        for name, path in sources("pipeline", "data_prep", "tests").items()
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    assert not silent
+    files = sources("pipeline", "data_prep", "tests")
+    docstring = re.compile(r'(#.*\n|\s)*r?"""')
+    assert not [n for n, path in files.items() if not docstring.match(path.read_text("utf-8"))]

@@ -142,25 +142,26 @@ def make(script: str, *options: str, folder: Path) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
-    elsewhere: bool, tmp_path: Path
-) -> None:
+def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(tmp_path: Path) -> None:
     first = {"dense@1": (10.0, [3.0, 2.0, 1.5]), "MoE@1": (10.0, [3.1, 1.9, 1.4])}
     later = {
         **{"dense@2": (11.0, [3.0, 2.0, 1.5]), "MoE@2": (12.0, [3.1, 1.9, 1.4])},
         **{"dense@3": (12.0, [3.0, 2.0, 1.5]), "MoE@3": (14.0, [3.1, 1.9, 1.4])},
     }
+
+    def keep(given: Path | str, out: str) -> None:
+        done = make("study.py", f"card={given}", "--out", out, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+
     for number, runs in enumerate((first, later)):
         place = write_evaluation(tmp_path / f"run{number}", runs, f"dense_{number}")
-        if elsewhere:  # each block on a machine of its own, which gives back a folder
-            done = make("study.py", f"card={place}", "--out", f"kept{number}", folder=tmp_path)
-            assert done.returncode == 0, done.stderr
-            shutil.rmtree(place.parent)
-            place = tmp_path / f"kept{number}"
-        done = make("study.py", f"card={place}", "--out", "docs/results", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-    study = json.loads((tmp_path / "docs/results/hundred.json").read_text(encoding="utf-8"))
+        keep(place, "docs/results")
+        keep(place, f"kept{number}")  # on a machine of its own, which gives back a folder
+        shutil.rmtree(place.parent)
+        keep(f"kept{number}", "elsewhere")
+    outs = [tmp_path / "docs" / "results", tmp_path / "elsewhere"]
+    study, other = (json.loads((out / "hundred.json").read_text(encoding="utf-8")) for out in outs)
+    assert study == other
     kept = study["card"]["runs"]
     assert [(run["system"], run["seed"]) for run in kept] == [
         *(("dense", 1), ("MoE", 1), ("dense", 2), ("MoE", 2), ("dense", 3), ("MoE", 3))
@@ -170,15 +171,17 @@ def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
     assert kept[3]["directions"]["en-de"] == {
         **{"bleu": 5.0, "chrf++": 13.0, "lid.176": 50.0, "loss": 3.4}
     }
-    with tarfile.open(tmp_path / "docs/results/hundred-card.tar.xz") as packed:
-        assert packed.getnames() == [
-            "clean/test/de-en/de.txt",
-            "dense/manifest.json",
-            "translate_dense_0/hypotheses/de-en.jsonl",
-            "translate_dense_1/hypotheses/de-en.jsonl",
-        ]
-        manifest = json.load(packed.extractfile("dense/manifest.json"))  # type: ignore[arg-type]
-    assert manifest == {"inputs": {"shards": {"path": "shards"}}}, "without folders of a machine"
+    for out in outs:
+        with tarfile.open(out / "hundred-card.tar.xz") as packed:
+            assert packed.getnames() == [
+                "clean/test/de-en/de.txt",
+                "dense/manifest.json",
+                "translate_dense_0/hypotheses/de-en.jsonl",
+                "translate_dense_1/hypotheses/de-en.jsonl",
+            ]
+            manifest = json.load(packed.extractfile("dense/manifest.json"))  # type: ignore[arg-type]
+        # without folders of a machine
+        assert manifest == {"inputs": {"shards": {"path": "shards"}}}
     made = make("generate.py", "--docs", "docs", folder=tmp_path)
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "docs/results/hundred.md").read_text(encoding="utf-8")
