@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests ne
 # that send Ctrl-C need what a terminal has.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SAMPLED_CASES = 6
+SAMPLED_CASES = 8
 """Of the sweep of broken files, one case in so many runs by default."""
 
 LONGEST_FIRST = (

@@ -7,14 +7,16 @@ The environment chooses one of its two libraries for matrix products: CT2_USE_MK
 """
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import ctranslate2
 from support.tiny_models import EOS_ID
@@ -82,6 +84,8 @@ def _process() -> ProcessPoolExecutor:
     # Before multiprocessing closes the pool's queues and waits for its process. The pool's own exit
     # handler is one of threads, which a process does not call that ``leave`` or a fork ends.
     Finalize(None, pool.shutdown, exitpriority=100)
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        pool.submit(abs, 0).result()  # else the process would load the whole benchmark, too
     return pool
 
 

@@ -39,16 +39,7 @@ from typing import Any
 from unittest import mock
 
 import sentencepiece
-from ratios import (
-    Row,
-    beside,
-    bounded,
-    check_cases,
-    compare,
-    interleaved,
-    processor,
-    provenance,
-)
+from ratios import Row, beside, bounded, check_cases, compare, interleaved, processor, provenance
 from support.bible_lines import BIBLE, bible_lines
 from support.stage_runs import run_stage
 

@@ -38,12 +38,8 @@ GOALS = {
         "residual and norm, error / the plain form's": ("ratio", "<= 2"),
         "residual and norm, time of the plain form / ours": ("ratio", ">= 1"),
     },
-    "resumed": {
-        "tensors of a resumed training equal to an uninterrupted one's": ("share", ">= 1"),
-    },
-    "ctranslate2": {
-        "1,000 sentences, beam 5, against CTranslate2 float16": ("ratio", ">= 1"),
-    },
+    "resumed": {"tensors of a resumed training equal to an uninterrupted one's": ("share", ">= 1")},
+    "ctranslate2": {"1,000 sentences, beam 5, against CTranslate2 float16": ("ratio", ">= 1")},
     "moe": {
         "MoE layer, 16k tokens, against torchtitan's form": ("ratio", ">= 1"),
         "MoE layer, 16k tokens, against transformers' NLLB-MoE": ("ratio", ">= 1"),

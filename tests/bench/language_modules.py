@@ -48,15 +48,9 @@ def model_of(modules: dict[str, object] | None, *, dtype: torch.dtype, quick: bo
         layers=layers,
         num_heads=8,
         max_positions=128,
+        model={"language_modules": modules},
     )
-    model = spec.model.model_copy(update={"language_modules": None})
-    spec = spec.model_validate(
-        {
-            **spec.model_dump(),
-            "model": {**model.model_dump(), "language_modules": modules},
-            "languages": LANGUAGES,
-        }
-    )
+    spec = spec.model_copy(update={"languages": LANGUAGES})
     made = build_model(spec)
     initialize_weights(made, seed=1)
     return made.to(dtype)

@@ -37,7 +37,7 @@ UPDATE_TARGET = 0.85
 CASES = {
     r"d 256, (float32|bfloat16), (forward and backward|update), experts, against dense": (
         "milliseconds"
-    ),
+    )
 }
 
 

@@ -229,10 +229,6 @@ def write_rows(rows: Sequence[Row], options: Options, *, shapes: str) -> None:
     """The rows, what they were measured on and with which shapes, where asked."""
     check_cases(rows, quick=options.quick)
     if options.json_path is not None:
-        found = {
-            **environment(options),
-            "shapes": shapes,
-            "rows": [asdict(row) for row in rows],
-        }
+        found = {**environment(options), "shapes": shapes, "rows": [asdict(row) for row in rows]}
         text = json.dumps(found, indent=1)
         options.json_path.write_text(text + "\n", encoding="utf-8")

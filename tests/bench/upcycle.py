@@ -119,15 +119,7 @@ class Upcycling:
         self.peak_bytes = 0
 
     def upcycle(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "pipeline",
-            "upcycle",
-            "assembly.toml",
-            "--out",
-            "made",
-        ]
+        command = [sys.executable, "-m", "pipeline", "upcycle", "assembly.toml", "--out", "made"]
         command += ["--overwrite", "--processes", str(self.processes)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         with subprocess.Popen(

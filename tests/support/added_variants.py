@@ -4,7 +4,6 @@ A variant is new files and replaced texts; whatever else it would need is a faul
 point. The copy is used by processes of its own, with ``PYTHONPATH`` set to it.
 """
 
-import filecmp
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ for arguments in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Variant:
-    """What adds a variant.
+    """What adds a variant: at most one new file, its settings and one choice.
 
     Attributes:
         files: path → contents of new files.
@@ -39,9 +38,8 @@ class Variant:
     files: Mapping[str, str]
     edits: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
 
-    @property
-    def touched(self) -> set[str]:
-        return {*self.files, *self.edits}
+    def __post_init__(self) -> None:
+        assert len({*self.files, *self.edits}) <= 3
 
 
 def copy_with(folder: Path, variants: Sequence[Variant]) -> Path:
@@ -60,18 +58,6 @@ def copy_with(folder: Path, variants: Sequence[Variant]) -> Path:
                 text = text.replace(old, new)
             (folder / name).write_text(text, encoding="utf-8")
     return folder
-
-
-def touched_files(copied: Path) -> set[str]:
-    """Files of a copy that the original lacks or has with other contents."""
-    paths = [
-        path.relative_to(copied).as_posix()
-        for package in PACKAGES
-        for path in (copied / package).rglob("*.*")
-        if path.parent.name != "__pycache__"
-    ]
-    _, *other = filecmp.cmpfiles(ROOT, copied, paths, shallow=False)
-    return {name for names in other for name in names}
 
 
 def run_in(

@@ -4,13 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from pipeline.artifacts.artifact import (
-    Artifact,
-    ArtifactWriter,
-    Kind,
-    new_artifact,
-    open_artifact,
-)
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -32,10 +26,7 @@ def bytes_of(languages: Iterable[str]) -> TokenizerDescription:
 
 
 def writing(
-    directory: Path,
-    kind: Kind,
-    stage: str = "test",
-    inputs: Mapping[str, Artifact] | None = None,
+    directory: Path, kind: Kind, stage: str = "test", inputs: Mapping[str, Artifact] | None = None
 ) -> AbstractContextManager[ArtifactWriter]:
     """Write an artifact without settings."""
     records = {name: one.as_input for name, one in (inputs or {}).items()}

@@ -153,10 +153,7 @@ def history(system_name: str) -> History:
         system_name, total, ("dense", "routed", "tuned"), parameters=(40_000, 2_000)
     )
     return History(
-        curves=(
-            Curve(system_name, points, before=16),
-            Curve("dense", points[:1]),
-        ),
+        curves=(Curve(system_name, points, before=16), Curve("dense", points[:1])),
         missing=("shards",),
         trainings=(DENSE, assembled, SystemTraining("baseline")),
     )

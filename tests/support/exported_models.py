@@ -57,9 +57,7 @@ def own_sentencepiece(
 def own_tokenizer(languages: Sequence[str], model: bytes | None = None) -> TokenizerFiles:
     """A tokenizer of ours, its ids in our order."""
     description = TokenizerDescription(
-        kind="sentencepiece",
-        languages=tuple(languages),
-        language_token_scheme="underscores",
+        kind="sentencepiece", languages=tuple(languages), language_token_scheme="underscores"
     )
     return TokenizerFiles(description, model or own_sentencepiece())
 

@@ -47,11 +47,7 @@ class Family:
 
 
 def nllb_folder(
-    directory: Path,
-    *,
-    legacy: bool = False,
-    sentencepiece: bytes | None = None,
-    **changes: object,
+    directory: Path, *, legacy: bool = False, sentencepiece: bytes | None = None, **changes: object
 ) -> Any:
     """NLLB-200's dense model, over a SentencePiece model that may be given."""
     config_type: Any = M2M100Config

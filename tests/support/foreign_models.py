@@ -47,10 +47,7 @@ SPREAD = 1.5
 
 
 def sentencepiece_model(
-    *,
-    vocabulary: int = 60,
-    lines: Sequence[str] = LINES,
-    specials: Mapping[str, Any] | None = None,
+    *, vocabulary: int = 60, lines: Sequence[str] = LINES, specials: Mapping[str, Any] | None = None
 ) -> bytes:
     """A SentencePiece model as other software trains it: unk, bos and eos first, no padding.
 

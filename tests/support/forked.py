@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import stat
 import subprocess
@@ -60,6 +61,24 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mmnmt ARGUMENTS`` in a forked process, as ``subprocess.run`` would in a new one."""
     return _run(command, arguments, folder=folder or Path.cwd(), given=given, timeout=timeout)
+
+
+def run_line(line: str, folder: Path) -> None:
+    """Run a command of a page in a folder, with the streams that ``echo``, ``<`` and ``>`` name."""
+    echo, _, command = line.rpartition("| ")
+    given, written = f"{shlex.split(echo)[1]}\n" if echo else "", None
+    program, *words = shlex.split(command)
+    assert program == "mmnmt"
+    if words[-2] == ">":
+        *words, _, written = words
+    if words[-2] == "<":
+        given = (folder / words[-1]).read_text(encoding="utf-8")
+        del words[-2:]
+    done = run_command(words, folder=folder, given=given, timeout=500)
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    assert not echo or done.stdout.count("\n") == 1
+    if written is not None:
+        (folder / written).write_text(done.stdout, encoding="utf-8")
 
 
 def run_script(

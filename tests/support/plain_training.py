@@ -55,10 +55,7 @@ def micro_batches(spec: ModelSpec, update: int) -> list[Batch]:
     batches = []
     for index in range(MICRO_BATCHES):
         batch = random_batch(
-            spec,
-            sentences=1 + 2 * index,
-            seed=100 * update + index,
-            longest=4 + 3 * index,
+            spec, sentences=1 + 2 * index, seed=100 * update + index, longest=4 + 3 * index
         )
         language = torch.full_like(batch.target_language_B, index % len(spec.languages))
         batches.append(replace(batch, target_language_B=language))

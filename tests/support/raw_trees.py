@@ -2,7 +2,7 @@
 
 import gzip
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact
@@ -19,6 +19,15 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
         data = content.encode() if isinstance(content, str) else content
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     return root
+
+
+def flores(codes: Iterable[str]) -> dict[str, str]:
+    """The files of FLORES-200 in some languages, of two lines each."""
+    return {
+        f"{split}/{code}.{split}": f"{code} {split}\n" * 2
+        for code in codes
+        for split in ("dev", "devtest")
+    }
 
 
 def unpack_stored_run(folder: Path) -> Path:

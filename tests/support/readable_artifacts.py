@@ -3,7 +3,6 @@
 A reader takes a folder that holds one artifact, which may be broken, and a place for scratch files.
 """
 
-import gzip
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,16 +11,8 @@ from pathlib import Path
 
 import torch
 
-from data_prep import (
-    clean,
-    group_languages,
-    import_corpus,
-    import_tests,
-    make_shards,
-    mix,
-    train_tokenizer,
-)
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from data_prep import group_languages, train_tokenizer
+from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.raw_input import RawPaths
@@ -50,8 +41,9 @@ from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
-from pipeline.stages import evaluate, upcycle
 from pipeline.stages.finetune import refuse_other_model
+from support.raw_trees import write
+from support.stage_runs import run_stage
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model
 
@@ -98,44 +90,47 @@ class Shelf:
 
 
 def stage_call(
-    stage_name: str,
-    out_dir: Path,
-    artifacts: Mapping[str, Artifact],
-    *,
-    recipe: Recipe = RECIPE,
-    raw: Path | None = None,
+    stage_name: str, out_dir: Path, artifacts: Mapping[str, Artifact], *, recipe: Recipe = RECIPE
 ) -> StageCall:
     stage = STAGES[stage_name]
     return StageCall(
         stage=stage,
         recipe=recipe,
         artifacts=artifacts,
-        raw={} if raw is None else {"raw": RawPaths((raw,))},
+        raw={},
         out_dir=out_dir,
         records={name: artifact.as_input for name, artifact in artifacts.items()},
         config=recipe.sections(stage.sections),
     )
 
 
+def run(
+    stage_name: str,
+    out_dir: Path,
+    artifacts: Mapping[str, Artifact],
+    *,
+    recipe: Recipe = RECIPE,
+    raw: Path | None = None,
+) -> None:
+    given = None if raw is None else RawPaths((raw,))
+    run_stage(stage_name, out_dir, artifacts, recipe, raw=given)
+
+
 def build_shelf(folder: Path) -> Shelf:
     """Make one artifact of every kind, and the files that are none."""
     shelf = Shelf(folder)
-    write_raw(shelf.path("raw"))
-    write_other_raw(shelf)
-    import_corpus.run(stage_call("import_corpus", shelf.path("imported"), {}, raw=folder / "raw"))
-    clean.run(stage_call("clean", shelf.path("corpus"), {"corpus": shelf.open("imported")}))
+    write_raw(shelf)
+    run("import_corpus", shelf.path("imported"), {}, raw=folder / "raw")
+    run("clean", shelf.path("corpus"), {"corpus": shelf.open("imported")})
     corpus = {"corpus": shelf.open("corpus")}
-    train_tokenizer.run(stage_call("train_tokenizer", shelf.path("tokenizer"), corpus))
-    pieces = RECIPE.model_copy(
-        update={"tokenizer": RECIPE.tokenizer.model_validate({"vocabulary_size": 36})}
-    )
-    call = stage_call("train_tokenizer", shelf.path("pieces"), corpus, recipe=pieces)
-    train_tokenizer.run(call)
-    inputs = {**corpus, "tokenizer": shelf.open("tokenizer")}
-    make_shards.run(stage_call("make_shards", shelf.path("shards"), inputs))
+    run("train_tokenizer", shelf.path("tokenizer"), corpus)
+    pieces = RECIPE.tokenizer.model_validate({"vocabulary_size": 36})
+    recipe = RECIPE.model_copy(update={"tokenizer": pieces})
+    run("train_tokenizer", shelf.path("pieces"), corpus, recipe=recipe)
+    run("make_shards", shelf.path("shards"), {**corpus, "tokenizer": shelf.open("tokenizer")})
     shards = {"shards": shelf.open("shards")}
-    mix.run(stage_call("mix", shelf.path("mixture"), shards))
-    group_languages.run(stage_call("group_languages", shelf.path("groups"), shards))
+    run("mix", shelf.path("mixture"), shards)
+    run("group_languages", shelf.path("groups"), shards)
     write_checkpoint(shelf, "experts", moe=MOE)
     write_checkpoint(shelf, "twice", moe=MOE, scale=2.0)
     write_checkpoint(shelf, "dense", moe=None)
@@ -159,48 +154,32 @@ def build_shelf(folder: Path) -> Shelf:
 WHAT = ("master", "exp_avg", "exp_avg_sq")
 
 
-def write_raw(folder: Path) -> None:
-    for pair, lines in LINES.items():
-        for split, chosen in (("train", lines), ("valid", lines[:2]), ("test", lines[:3])):
-            for side, code in enumerate(pair.split("-")):
-                path = folder / pair / f"{split}.{code}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                text = "".join(f"{line[side]}\n" for line in chosen)
-                path.write_text(text, encoding="utf-8")
-
-
-def write_other_raw(shelf: Shelf) -> None:
-    """The same text, packed; and test sets as FLORES-200 has them."""
-    for path in shelf.path("raw").rglob("*.*"):
-        packed = shelf.path("packed") / path.parent.name / f"{path.name}.gz"
-        packed.parent.mkdir(parents=True, exist_ok=True)
-        packed.write_bytes(gzip.compress(path.read_bytes()))
-    write_tables(shelf)
-    shelf.path("tests").mkdir()
-    for code in ("eng_Latn", "deu_Latn"):
-        (shelf.path("tests") / f"{code}.devtest").write_text(f"one {code}\ntwo {code}\n")
-
-
-def write_tables(shelf: Shelf) -> None:
-    """The text of a pair as a translation memory, a table and rows of JSON and CSV."""
+def write_raw(shelf: Shelf) -> None:
+    """The same text as files, packed, and as tables; and test sets as FLORES-200 has them."""
+    raw = {
+        f"{pair}/{split}.{code}": "".join(f"{line[side]}\n" for line in chosen)
+        for pair, lines in LINES.items()
+        for split, chosen in (("train", lines), ("valid", lines[:2]), ("test", lines[:3]))
+        for side, code in enumerate(pair.split("-"))
+    }
+    write(shelf.path("raw"), raw)
+    write(shelf.path("packed"), {f"{name}.gz": text for name, text in raw.items()})
+    tests = {f"{c}.devtest": f"one {c}\ntwo {c}\n" for c in ("eng_Latn", "deu_Latn")}
+    write(shelf.path("tests"), tests)
     lines = LINES["de-en"] * 5
     units = "".join(
         f'<tu><tuv xml:lang="de"><seg>{one}</seg></tuv><tuv xml:lang="en"><seg>{other}</seg></tuv>'
         "</tu>\n"
         for one, other in lines
     )
-    files = {
+    rows = (json.dumps({"de": one, "en": other}) + "\n" for one, other in lines)
+    tables = {
         "memories/a.tmx": f'<tmx version="1.4"><body>\n{units}</body></tmx>\n',
         "tables/train.de-en.tsv": "".join(f"{one}\t{other}\n" for one, other in lines),
-        "rows/de-en/a.jsonl": "".join(
-            json.dumps({"de": one, "en": other}) + "\n" for one, other in lines
-        ),
+        "rows/de-en/a.jsonl": "".join(rows),
         "cells/de-en/a.csv": "de,en\n" + "".join(f'"{one}","{other}"\n' for one, other in lines),
     }
-    for name, content in files.items():
-        path = shelf.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+    write(shelf.folder, tables)
 
 
 def model_spec(moe: MoEConfig | None) -> ModelSpec:
@@ -277,42 +256,32 @@ class Reader:
     """Of a manifest it reads what lies below this key; "": all of it."""
 
 
-def _import(_: Shelf, raw: Path, scratch: Path) -> None:
-    import_corpus.run(stage_call("import_corpus", scratch / "out", {}, raw=raw))
-
-
 def import_from(source: str) -> Read:
-    """Import by another reader than that of trees."""
+    """Import by one of the readers of raw text."""
     corpus = RECIPE.corpus.model_validate({"source": source})
     recipe = RECIPE.model_copy(update={"corpus": corpus})
+    return lambda _, raw, scratch: run("import_corpus", scratch / "out", {}, recipe=recipe, raw=raw)
 
-    def read(_: Shelf, raw: Path, scratch: Path) -> None:
-        call = stage_call("import_corpus", scratch / "out", {}, recipe=recipe, raw=raw)
-        import_corpus.run(call)
+
+def _import_tests(_: Shelf, raw: Path, scratch: Path) -> None:
+    run("import_tests", scratch / "out", {}, raw=raw)
+
+
+def stage_of(name: str, kind: Kind, given: str = "", **others: str) -> Read:
+    """Run a stage with the artifact, as the input of its kind or another, and with others."""
+
+    def read(shelf: Shelf, directory: Path, scratch: Path) -> None:
+        inputs = {key: shelf.open(other) for key, other in others.items()}
+        run(name, scratch / "out", {given or kind: open_artifact(directory, kind=kind), **inputs})
 
     return read
 
 
-def _import_tests(_: Shelf, raw: Path, scratch: Path) -> None:
-    import_tests.run(stage_call("import_tests", scratch / "out", {}, raw=raw))
-
-
-def _clean(_: Shelf, directory: Path, scratch: Path) -> None:
-    corpus = open_artifact(directory, kind="corpus")
-    clean.run(stage_call("clean", scratch / "out", {"corpus": corpus}))
-
-
 def _train_tokenizer(_: Shelf, directory: Path, scratch: Path) -> None:
     corpus = open_artifact(directory, kind="corpus")
-    train_tokenizer.run(stage_call("train_tokenizer", scratch / "out", {"corpus": corpus}))
+    run("train_tokenizer", scratch / "out", {"corpus": corpus})
     sample = train_tokenizer.draw_sample(corpus, config=RECIPE.tokenizer)
     assert all(isinstance(line, str) for line in sample)
-
-
-def _shards_of_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    corpus = open_artifact(directory, kind="corpus")
-    inputs = {"corpus": corpus, "tokenizer": shelf.open("tokenizer")}
-    make_shards.run(stage_call("make_shards", scratch / "out", inputs))
 
 
 def _retrieve(_: Shelf, directory: Path, scratch: Path) -> None:
@@ -325,12 +294,6 @@ def _tokenizer(_: Shelf, directory: Path, __: Path) -> None:
     tokenizer.decode(tokenizer.encode("guten Morgen, 世界"))
     for code in tokenizer.languages:
         tokenizer.language_token_id(code)
-
-
-def _shards_with_tokenizer(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    tokenizer = open_artifact(directory, kind="tokenizer")
-    inputs = {"corpus": shelf.open("corpus"), "tokenizer": tokenizer}
-    make_shards.run(stage_call("make_shards", scratch / "out", inputs))
 
 
 def _train_on(shards: Artifact, mixture: Artifact) -> None:
@@ -348,17 +311,12 @@ def _shards(shelf: Shelf, directory: Path, _: Path) -> None:
     _train_on(open_artifact(directory, kind="shards"), shelf.open("mixture"))
 
 
-def _mix(_: Shelf, directory: Path, scratch: Path) -> None:
-    shards = open_artifact(directory, kind="shards")
-    mix.run(stage_call("mix", scratch / "out", {"shards": shards}))
-
-
 def _group(shelf: Shelf, directory: Path, scratch: Path) -> None:
     inputs = {"shards": open_artifact(directory, kind="shards"), "checkpoint": shelf.open("dense")}
     for method in ("typology", "embeddings"):
         config = RECIPE.groups.model_copy(update={"method": method})
         recipe = RECIPE.model_copy(update={"groups": config})
-        group_languages.run(stage_call("group_languages", scratch / method, inputs, recipe=recipe))
+        run("group_languages", scratch / method, inputs, recipe=recipe)
 
 
 def _mixture(shelf: Shelf, directory: Path, _: Path) -> None:
@@ -411,7 +369,7 @@ def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
     checkpoint = open_artifact(directory, kind="checkpoint")
     inputs: dict[str, Artifact] = dict.fromkeys(PARTS, checkpoint)
     inputs["groups"] = shelf.open("groups")
-    upcycle.run(stage_call("upcycle", scratch / "out", inputs))
+    run("upcycle", scratch / "out", inputs)
 
 
 def _embeddings(_: Shelf, directory: Path, __: Path) -> None:
@@ -434,21 +392,6 @@ def _average_states(shelf: Shelf, directory: Path, scratch: Path) -> None:
     (states / "update-0000003").symlink_to(directory)
     (scratch / "of.run" / "best").symlink_to(shelf.path("dense"))
     average_states(scratch / "of.run", last=1, out_dir=scratch / "out")
-
-
-def _evaluate(corpus: Artifact, translations: Artifact, scratch: Path) -> None:
-    inputs = {"corpus": corpus, "systems/one": translations}
-    evaluate.run(stage_call("evaluate", scratch / "out", inputs))
-
-
-def _evaluate_system(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    translations = open_artifact(directory, kind="translations")
-    _evaluate(shelf.open("corpus"), translations, scratch)
-
-
-def _evaluate_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    corpus = open_artifact(directory, kind="corpus")
-    _evaluate(corpus, shelf.open("translations"), scratch)
 
 
 def _curves(shelf: Shelf, directory: Path, scratch: Path) -> None:
@@ -479,25 +422,36 @@ _WEIGHTS = ("weights/part-00001",)
 _BIG = (*_WEIGHTS, "metrics.jsonl")
 
 READERS: tuple[Reader, ...] = (
-    Reader("import_corpus", "raw", _import, files="de-en/train"),
-    Reader("import_corpus of gzip", "packed", _import, files="de-en/train.de"),
+    Reader("import_corpus", "raw", import_from("tree"), files="de-en/train"),
+    Reader("import_corpus of gzip", "packed", import_from("tree"), files="de-en/train.de"),
     Reader("import_corpus of TMX", "memories", import_from("tmx")),
     Reader("import_corpus of TSV", "tables", import_from("tsv")),
     Reader("import_corpus of JSON lines", "rows", import_from("columns")),
     Reader("import_corpus of CSV", "cells", import_from("columns")),
     Reader("import_tests", "tests", _import_tests, files="eng"),
-    Reader("clean", "corpus", _clean, files="train/de-en/"),
+    Reader("clean", "corpus", stage_of("clean", "corpus"), files="train/de-en/"),
     Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),
-    Reader("make_shards from a corpus", "corpus", _shards_of_corpus, files="valid/de-en/"),
+    Reader(
+        *("make_shards from a corpus", "corpus"),
+        stage_of("make_shards", "corpus", tokenizer="tokenizer"),
+        files="valid/de-en/",
+    ),
     Reader("nearest neighbor", "corpus", _retrieve, files="train/de-en/"),
-    Reader("evaluate a corpus", "corpus", _evaluate_corpus, files="test/de-en/"),
+    Reader(
+        *("evaluate a corpus", "corpus"),
+        stage_of("evaluate", "corpus", **{"systems/one": "translations"}),
+        files="test/de-en/",
+    ),
     Reader("tokenizer of bytes", "tokenizer", _tokenizer),
     Reader("tokenizer of pieces", "pieces", _tokenizer),
-    Reader("make_shards with a tokenizer", "pieces", _shards_with_tokenizer),
+    Reader(
+        *("make_shards with a tokenizer", "pieces"),
+        stage_of("make_shards", "tokenizer", corpus="corpus"),
+    ),
     Reader("train on shards", "shards", _shards, files="train/de-en/de"),
     Reader("validate on shards", "shards", _shards, files="valid/en-fr/en"),
     Reader("tokenizer of shards", "shards", _shards, files="tokenizer/"),
-    Reader("mix", "shards", _mix, files="manifest.json"),
+    Reader("mix", "shards", stage_of("mix", "shards"), files="manifest.json"),
     Reader("group_languages", "shards", _group, files="manifest.json"),
     Reader("mixture", "mixture", _mixture),
     Reader("groups", "groups", _groups),
@@ -513,9 +467,8 @@ READERS: tuple[Reader, ...] = (
     Reader("resume", "run.run/states/update-0000003", _state),
     Reader("average states", "run.run/states/update-0000003", _average_states),
     Reader(
-        "evaluate a system",
-        "translations",
-        _evaluate_system,
+        *("evaluate a system", "translations"),
+        stage_of("evaluate", "translations", "systems/one", corpus="corpus"),
         files="hypotheses/de-en",
         manifest="",
     ),

@@ -12,10 +12,19 @@ from support.forked import forking
 from support.raw_trees import write
 
 TINY = """
+tokenizer = { kind = "bytes" }
+batches = { tokens = 400, micro_batches = 2, window_steps = 2, evaluation_tokens = 2000 }
+optimizer = { warmup_updates = 1 }
+decoding = { beam_size = 1, max_length_ratio = 0.1, max_extra_length = 2 }
+evaluation = { language_accuracy = false }
+logging = { every = 1 }
+[training]
+updates = 2
+validate_every = 2
+checkpoint_every = 2
+resource_thresholds = {thresholds}
 [corpus]
 languages = []
-[tokenizer]
-kind = "bytes"
 [model]
 encoder_layers = 2
 decoder_layers = 2
@@ -23,26 +32,6 @@ width = 16
 feed_forward_width = 32
 num_heads = 2
 max_positions = 64
-[batches]
-tokens = 400
-micro_batches = 2
-window_steps = 2
-evaluation_tokens = 2000
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
-resource_thresholds = {thresholds}
-[decoding]
-beam_size = 1
-max_length_ratio = 0.1
-max_extra_length = 2
-[evaluation]
-language_accuracy = false
-[logging]
-every = 1
 """
 
 

@@ -13,8 +13,9 @@ import torch
 from support.exported_models import automatic_tokenizer
 from support.foreign_families import nllb_folder
 from support.foreign_models import model_of, our_logits, sentencepiece_model, their_logits
-from support.forked import run_command
+from support.forked import run_line
 from support.page_commands import ROOT, named_blocks
+from support.raw_trees import write
 from support.served import serving
 from transformers import M2M100ForConditionalGeneration, NllbTokenizer
 
@@ -56,29 +57,10 @@ def phrases(code: str) -> list[str]:
 
 def write_pair(folder: Path, pair: str) -> None:
     """Of 180 phrases, 174 train, 3 validate and 3 test."""
-    (folder / pair).mkdir(parents=True)
     for code in pair.split("-"):
-        lines = phrases(code)
+        lines = [f"{line}\n" for line in phrases(code)]
         parts = {"train": lines[6:], "valid": lines[:3], "test": lines[3:6]}
-        for split, chosen in parts.items():
-            text = "".join(f"{line}\n" for line in chosen)
-            (folder / pair / f"{split}.{code}").write_text(text, encoding="utf-8")
-
-
-def run_line(line: str, folder: Path) -> None:
-    """Run a command as it stands on the page; a server has a test of its own."""
-    left, _, output = line.partition(" > ")
-    echo, _, command = left.rpartition(" | ")
-    program, *arguments = shlex.split(command)
-    assert program == "mmnmt"
-    if arguments[0] == "serve":
-        return
-    given = f"{shlex.split(echo)[1]}\n" if echo else ""
-    done = run_command(arguments, folder=folder, given=given, timeout=500)
-    assert done.returncode == 0, f"{line}\n{done.stderr}"
-    assert not echo or done.stdout.count("\n") == 1
-    if output:
-        (folder / output).write_text(done.stdout, encoding="utf-8")
+        write(folder / pair, {f"{split}.{code}": "".join(some) for split, some in parts.items()})
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +79,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "erzya.toml").open("a", encoding="utf-8") as recipe:
         recipe.write(SEARCH)
     for line in named_blocks(PAGE, "bash")["walk"].splitlines():
-        run_line(line, folder)
+        if " serve " not in line:  # the server has a test of its own
+            run_line(line, folder)
     return folder
 
 

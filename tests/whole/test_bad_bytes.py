@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import run_command
+from support.raw_trees import write
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
@@ -19,13 +20,14 @@ pytestmark = pytest.mark.slow
 LONG = "好" * 33_333 + "!"
 """100,000 bytes without a space."""
 RECIPE = """
-[tokenizer]
-kind = "bytes"
-[clean]
-max_characters = 1000000
-max_length_ratio = 1000000.0
-[shards]
-max_tokens = 200
+tokenizer = { kind = "bytes" }
+clean = { max_characters = 1000000, max_length_ratio = 1000000.0 }
+shards = { max_tokens = 200 }
+batches = { tokens = 400, micro_batches = 1, window_steps = 2, evaluation_tokens = 400 }
+optimizer = { warmup_updates = 1 }
+training = { updates = 2, validate_every = 2, checkpoint_every = 2, resource_thresholds = [10, 30] }
+decoding = { beam_size = 1, max_length_ratio = 0.0, max_extra_length = 3, tokens = 20000 }
+evaluation = { scores = ["chrf"] }
 [model]
 encoder_layers = 1
 decoder_layers = 1
@@ -33,28 +35,7 @@ width = 16
 feed_forward_width = 16
 num_heads = 2
 max_positions = 512
-[model.front]
-kind = "wsf"
-layers = 1
-[batches]
-tokens = 400
-micro_batches = 1
-window_steps = 2
-evaluation_tokens = 400
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
-resource_thresholds = [10, 30]
-[decoding]
-beam_size = 1
-max_length_ratio = 0.0
-max_extra_length = 3
-tokens = 20000
-[evaluation]
-scores = ["chrf"]
+front = { kind = "wsf", layers = 1 }
 """
 
 
@@ -77,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts["test"]["zh"][1] = LONG.encode()
     for split, of_split in texts.items():
         for code, lines in of_split.items():
-            path = root / "raw" / "en-zh" / f"{split}.{code}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"".join(line + b"\n" for line in lines))
+            write(root / "raw" / "en-zh", {f"{split}.{code}": b"\n".join([*lines, b""])})
     (root / "recipe.toml").write_text(RECIPE, encoding="utf-8")
     return root
 

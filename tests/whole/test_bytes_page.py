@@ -1,58 +1,35 @@
 """Run the commands of docs/tutorials/from_bytes.md in order, for a few updates."""
 
-import os
 import re
-import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from support.forked import run_line
+from support.page_commands import ROOT, blocks, named_blocks
 
 from data_prep.settings import SEGMENTERS, TokenizerConfig
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.cli import main
 from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "from_bytes.md").read_text(
-    encoding="utf-8"
-)
+PAGE_PATH = ROOT / "docs" / "tutorials" / "from_bytes.md"
+PAGE = PAGE_PATH.read_text(encoding="utf-8")
+SETTINGS = [block.text for block in blocks([PAGE_PATH]) if block.info == "toml"]
 FEW = """
-[corpus]
-max_train_lines = 20
-max_valid_lines = 2
-max_test_lines = 2
-[model]
-encoder_layers = 1
-decoder_layers = 1
-width = 16
-feed_forward_width = 16
-[batches]
-tokens = 300
-micro_batches = 1
-window_steps = 2
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 5
-validate_every = 5
-checkpoint_every = 1
-[decoding]
-max_length_ratio = 0.1
-[evaluation]
-language_accuracy = false
-[logging]
-every = 1
+corpus = { max_train_lines = 20, max_valid_lines = 2, max_test_lines = 2 }
+model = { encoder_layers = 1, decoder_layers = 1, width = 16, feed_forward_width = 16 }
+batches = { tokens = 300, micro_batches = 1, window_steps = 2 }
+optimizer = { warmup_updates = 1 }
+training = { updates = 5, validate_every = 5, checkpoint_every = 1 }
+decoding = { max_length_ratio = 0.1 }
+evaluation = { language_accuracy = false }
+logging = { every = 1 }
 """
-
-
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -63,27 +40,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for side, word in words.items():
         text = "".join(f"{word} {number}\n" for number in range(1020))
         (folder / f"my.{side}").write_text(text, encoding="utf-8")
-    (folder / "mine.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (folder / "mine.toml").write_text(SETTINGS[0], encoding="utf-8")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for line in "".join(blocks("bash bytes")).splitlines():
-            run(line.replace("mine.toml", "mine.toml+few.toml"))
+    for line in named_blocks(PAGE_PATH, "bash")["bytes"].splitlines():
+        if "mmnmt" in line:
+            run_line(line.replace("mine.toml", "mine.toml+few.toml"), folder)
+        else:
+            subprocess.run(["bash", "-c", line], cwd=folder, timeout=60, check=True)
     return folder
-
-
-def run(line: str) -> None:
-    """A command of the shell, or ours, in this process where it can be."""
-    words = shlex.split(line)
-    if words[0] == "mmnmt" and words[1] != "pretrain":
-        assert main(words[1:]) == 0, line
-        return
-    # DeepSpeed keeps a process's first process group: training has a process of its own.
-    ours = f"{shlex.quote(sys.executable)} -m pipeline"
-    command = re.sub(r"\bmmnmt\b", lambda _: ours, line)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    shell = ["bash", "-c", command]
-    assert subprocess.run(shell, timeout=300, check=False, env=environment).returncode == 0, line
 
 
 def test_two_text_files_end_as_translations_both_ways(done: Path) -> None:
@@ -103,7 +67,7 @@ def test_the_model_is_the_mean_of_the_last_five_states(done: Path) -> None:
 
 
 def test_the_segmenters_that_the_page_names_are_settings() -> None:
-    table = tomllib.loads(blocks("toml")[1])["tokenizer"]
+    table = tomllib.loads(SETTINGS[1])["tokenizer"]
     config = TokenizerConfig.model_validate({"kind": "bytes", **table})
     assert set(config.segmenters.values()) > set(SEGMENTERS)
 

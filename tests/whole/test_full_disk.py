@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.folder_listing import names_in
+from support.raw_trees import write
 from support.state_changes import TAKING_ROOM, seeing
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
@@ -101,9 +102,7 @@ def test_every_write_of_a_plan_can_fail_its_lock_file_included(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     (tmp_path / "plan.toml").write_text(PLAN.format(recipe=recipe))
-    for name, text in RAW.items():
-        (tmp_path / "raw" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "raw" / name).write_text(text)
+    write(tmp_path / "raw", RAW)
     out_dir = Path(disk.root) / "runs"
     failed_on = set()
     codes: list[int] = []

@@ -13,11 +13,7 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.extensions.language_modules import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LowRankConfig,
-)
+from pipeline.extensions.language_modules import ClsrConfig, LanguageExpertsConfig, LowRankConfig
 from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.token_classifier import HeadKind, TokenClassifier
 from pipeline.jobs.plan import load_plan, stage_order
@@ -151,30 +147,32 @@ PLANS = [*SYSTEMS, "phrases_modules"]
 """Those of the paper, and the small study with three seeds."""
 
 
-def systems_of(plan_name: str) -> list[str]:
+def systems_of(plan_name: str) -> dict[str, str]:
+    """System → the stage that translates as it."""
     systems = load_plan(plan_name).stages["evaluation"].inputs["systems"]
     assert isinstance(systems, dict)
-    return list(systems)
+    return systems
 
 
 def stages_of(plan_name: str, system: str) -> tuple[str, str]:
     """The stage that translates as a system, and the one that trains it."""
-    stages = load_plan(plan_name).stages
-    systems = stages["evaluation"].inputs["systems"]
-    assert isinstance(systems, dict)
-    checkpoint = stages[systems[system]].inputs["checkpoint"]
+    translated = systems_of(plan_name)[system]
+    checkpoint = load_plan(plan_name).stages[translated].inputs["checkpoint"]
     assert isinstance(checkpoint, str)
-    return systems[system], checkpoint
+    return translated, checkpoint
+
+
+def recipe_of(plan_name: str, stage_name: str) -> Recipe:
+    stage = load_plan(plan_name).stages[stage_name]
+    return load_recipe(stage.recipe, stage.set)
 
 
 def trained_recipe(plan_name: str, system: str) -> Recipe:
-    stage = load_plan(plan_name).stages[stages_of(plan_name, system)[1]]
-    return load_recipe(stage.recipe, stage.set)
+    return recipe_of(plan_name, stages_of(plan_name, system)[1])
 
 
 def translating_recipe(plan_name: str, system: str) -> Recipe:
-    stage = load_plan(plan_name).stages[stages_of(plan_name, system)[0]]
-    return load_recipe(stage.recipe, stage.set)
+    return recipe_of(plan_name, stages_of(plan_name, system)[0])
 
 
 def counts(plan_name: str, recipe: Recipe) -> dict[str, int]:
@@ -253,7 +251,7 @@ def modules_of(plan_name: str, system: str) -> dict[str, Any]:
 def test_a_plan_scores_the_rows_of_its_table_in_its_order(name: str) -> None:
     plan = load_plan(name)
     assert stage_order(plan) == list(plan.stages)
-    assert systems_of(name) == SYSTEMS[name]
+    assert [*systems_of(name)] == SYSTEMS[name]
     corpus = trained_recipe(name, SYSTEMS[name][0]).corpus
     assert len(corpus.languages) == len(set(corpus.languages)) == LANGUAGES[name]
     assert "en" in corpus.languages
@@ -437,7 +435,7 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task() -> None:
 
 
 SMALL = TINY.replace(
-    "language_accuracy = false", 'language_accuracy = false\nbleu_tokenizer = "13a"'
+    "language_accuracy = false", 'language_accuracy = false, bleu_tokenizer = "13a"'
 )
 
 

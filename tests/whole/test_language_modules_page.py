@@ -2,12 +2,12 @@
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from support.forked import run_command
+from support.forked import run_line
+from support.page_commands import ROOT, named_blocks
 from support.raw_trees import unpack_stored_run
 
 from pipeline import cli
@@ -17,8 +17,8 @@ from pipeline.config.recipe import Recipe, parse_overrides, recipe_names
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorials" / "module_per_language.md").read_text(encoding="utf-8")
+PAGE_PATH = ROOT / "docs" / "tutorials" / "module_per_language.md"
+PAGE = PAGE_PATH.read_text(encoding="utf-8")
 FEW = """
 parent = "dense.toml"
 [training]
@@ -27,12 +27,6 @@ validate_every = 3
 [evaluation]
 language_accuracy = false
 """
-
-
-def commands() -> list[list[str]]:
-    """The arguments of every command of the page that needs the demo."""
-    blocks = re.findall(r"^```bash demo\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +39,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.rename(folder / "runs" / "demo")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
     (folder / "grown.toml").write_text(PAGE.split("```toml\n# grown.toml\n")[1].split("```")[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for command in commands():
-            words = [re.sub("demo_dense\\b", "few.toml", word) for word in command]
-            if words[0] == "pretrain":  # DeepSpeed keeps a process's first process group
-                assert run_command(words).returncode == 0
-            else:
-                assert cli.main(words) == 0, words
+    for line in named_blocks(PAGE_PATH, "bash")["demo"].splitlines():
+        run_line(re.sub("demo_dense\\b", "few.toml", line), folder)
     return folder
 
 

@@ -13,7 +13,6 @@ from support.page_commands import ROOT, blocks, without_launcher
 from support.raw_trees import unpack_stored_run
 from support.small_plans import TINY, as_child, placed_small
 
-from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, line_counts, provenance_name, read_lines
 from pipeline.artifacts.shards import read_mixture
@@ -32,9 +31,9 @@ validate_every = 2
 [evaluation]
 language_accuracy = false
 """
-INTO = 'targets = ["de", "fr", "ru"]\n'
-PLAN = TINY.replace('[tokenizer]\nkind = "bytes"\n', "")
-PLAN = PLAN.replace("[decoding]\n", f"[decoding]\n{INTO}") + f"[mixture]\n{INTO}"
+INTO = 'targets = ["de", "fr", "ru"]'
+PLAN = TINY.replace('tokenizer = { kind = "bytes" }\n', f"mixture = {{ {INTO} }}\n")
+PLAN = PLAN.replace("decoding = {", f"decoding = {{ {INTO},")
 LEAST = 5.0
 """The round trips of a model this small are worse than the page's threshold."""
 
@@ -71,15 +70,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpack_stored_run(folder).rename(runs / "demo")
     shutil.copytree(runs / "demo" / "mmnmt", runs / "demo" / "moe")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for words in commands():
-            if words[0] == "run":
-                run_distill(words, folder)
-            elif words[0] == "finetune":  # DeepSpeed keeps a process's first process group
-                assert run_command(words).returncode == 0
-            else:
-                assert cli.main(words) == 0, words
+    for words in commands():
+        if words[0] == "run":
+            run_distill(words, folder)
+        else:
+            done = run_command(words, folder=folder)
+            assert done.returncode == 0, f"{words}\n{done.stderr}"
     return runs
 
 

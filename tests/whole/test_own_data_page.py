@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
-from support.forked import run_command
+from support.forked import run_command, run_line
 from support.page_commands import ROOT, named_blocks
 
 from pipeline.artifacts.artifact import open_artifact
@@ -71,17 +71,7 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "letters.en").write_text("We have seen the old house.\n\nThe road.\n")
     for line in named_blocks(PAGE, "bash")["walk"].splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "mmnmt"
-        given, written = "", None
-        if "<" in arguments:
-            given = (folder / arguments[arguments.index("<") + 1]).read_text(encoding="utf-8")
-            written = folder / arguments[arguments.index(">") + 1]
-            arguments = arguments[: arguments.index("<")]
-        done = run_command(arguments, folder=folder, given=given, timeout=500)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
-        if written is not None:
-            written.write_text(done.stdout, encoding="utf-8")
+        run_line(line, folder)
     return folder
 
 

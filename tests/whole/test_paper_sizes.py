@@ -38,13 +38,7 @@ class Row:
 
 def opus100(system: str, ours: int, active: int) -> Row:
     return Row(
-        "opus100",
-        "evaluation",
-        system,
-        64_000 + 95,
-        ours,
-        active=(active, ""),
-        reason=MMNMT_SIZES,
+        "opus100", "evaluation", system, 64_000 + 95, ours, active=(active, ""), reason=MMNMT_SIZES
     )
 
 
@@ -132,10 +126,7 @@ ROWS = [
         },
     ),
     *moce(
-        "ted59",
-        "evaluation_subwords",
-        BYTES + 59,
-        **{"Transformer (byte)": (44_301_824, "44.3M")},
+        "ted59", "evaluation_subwords", BYTES + 59, **{"Transformer (byte)": (44_301_824, "44.3M")}
     ),
     *moce(
         "ted59",

@@ -31,11 +31,7 @@ from support.parity_engine import (
     make_engine,
     one_update,
 )
-from support.plain_training import (
-    LEARNING_RATE,
-    MOE,
-    plain_training,
-)
+from support.plain_training import LEARNING_RATE, MOE, plain_training
 from support.process_pool import ProcessPool
 from support.tiny_models import tiny_spec
 from torch import Tensor
@@ -251,13 +247,7 @@ def test_fp32_updates_by_adam_reach_the_same_whole_model_norm(
 ) -> None:
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
     found = join(
-        pool.run(
-            train,
-            parallel_size=parallel_size,
-            zero=zero,
-            precision="fp32",
-            method="adam",
-        )
+        pool.run(train, parallel_size=parallel_size, zero=zero, precision="fp32", method="adam")
     )
     assert float(found.last.norm()) == pytest.approx(float(plain_adam().norm()), rel=1e-5)
 
@@ -278,13 +268,7 @@ def test_bf16_updates_follow_those_of_one_process(
 ) -> None:
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
     found = join(
-        pool.run(
-            train,
-            parallel_size=parallel_size,
-            zero=zero,
-            precision="bf16",
-            method="sgd",
-        )
+        pool.run(train, parallel_size=parallel_size, zero=zero, precision="bf16", method="sgd")
     )
     plain_losses, _, _ = plain_sgd()
     assert found.losses == pytest.approx(of_one_process.losses, rel=2e-3)
@@ -309,11 +293,7 @@ def continue_training(
 ) -> Run:
     """Some updates by Adam, from a saved state to a saved state."""
     engine = make_engine(
-        world,
-        parallel_size=parallel_size,
-        zero=zero,
-        precision="fp32",
-        method="adam",
+        world, parallel_size=parallel_size, zero=zero, precision="fp32", method="adam"
     )
     runs = RunDirectory(directory / "model", stage="pretrain", config={}, inputs={}, world=world)
     if resume is not None:
@@ -329,11 +309,7 @@ def continue_training(
     def write(writer: ArtifactWriter) -> None:
         write_pieces(writer.directory / "optimizer", iter(pieces), part=world.rank)
 
-    runs.write(
-        runs.states_dir / save_as,
-        kind="training_state",
-        write=write,
-    )
+    runs.write(runs.states_dir / save_as, kind="training_state", write=write)
     run.last = {(f"{p.what} {p.tensor}", p.start): p.values for p in pieces}
     return run
 

@@ -196,8 +196,7 @@ def loaded_after_commands(*commands: list[str], given: Sequence[str] = ()) -> li
 
 def test_commands_that_launch_nothing_load_no_compiler() -> None:
     described, needed = loaded_after_commands(
-        ["describe", "--recipe", "mmnmt_opus100+smoke"],
-        ["estimate", "demo_moe", "--device", "cpu"],
+        ["describe", "--recipe", "mmnmt_opus100+smoke"], ["estimate", "demo_moe", "--device", "cpu"]
     )
     assert "torch" in described
     assert not (SLOW | {"numba", "deepspeed"}) & described

@@ -3,29 +3,24 @@
 from pathlib import Path
 
 import pytest
+from support.raw_trees import run_import, write
+from support.stage_runs import run_stage
 
-from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
 from data_prep.settings import GroupsConfig, LanguagesConfig, TokenizerConfig
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import languages, line_counts, read_lines
 from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.shards import read_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.evaluation.scores import describe_directions
 from pipeline.languages import language
-from pipeline.registry import STAGES
-from pipeline.stage import StageCall
 
-STAGE_CODE = {
-    "import_corpus": import_corpus,
-    "clean": clean,
-    "train_tokenizer": train_tokenizer,
-    "make_shards": make_shards,
-    "mix": mix,
-    "group_languages": group_languages,
-}
-
+RECIPE = Recipe(
+    name="test",
+    tokenizer=TokenizerConfig(vocabulary_size=110, sample_lines=1000),
+    groups=GroupsConfig(method="typology"),
+    languages=LanguagesConfig(family={"cop": "Afro-Asiatic", "syr": "Afro-Asiatic"}),
+)
 WORDS = {
     "eng_Latn": "the house of my father is by the river and we go there in summer",
     "chr_Cher": "ᎾᏍᎩ ᎠᏓᏁᎸ ᎡᏙᏓ ᎤᏤᎵ ᎡᏉᏂ ᎾᎥ ᎠᎴ ᎣᎩᏁᎦ ᎪᎩ ᎨᏒ",
@@ -43,52 +38,35 @@ def line(spelling: str, number: int) -> str:
 
 
 def write_tree(root: Path) -> Path:
-    for number, spelling in enumerate(sorted(WORDS.keys() - {"eng_Latn"})):
-        for split, count in {"train": 30 + number, "valid": 3, "test": 4}.items():
-            for side in ("eng_Latn", spelling):
-                path = root / f"eng_Latn-{spelling}" / f"{split}.{side}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                start = {"train": 100, "valid": 0, "test": 50}[split]
-                path.write_text("".join(f"{line(side, start + i)}\n" for i in range(count)))
-    return root
-
-
-def run(name: str, out_dir: Path, *, raw: Path | None = None, **artifacts: Artifact) -> Artifact:
-    recipe = Recipe(
-        name="test",
-        tokenizer=TokenizerConfig(vocabulary_size=110, sample_lines=1000),
-        groups=GroupsConfig(method="typology"),
-        languages=LanguagesConfig(family={"cop": "Afro-Asiatic", "syr": "Afro-Asiatic"}),
-    )
-    stage = STAGES[name]
-    STAGE_CODE[name].run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts=artifacts,
-            raw={} if raw is None else {"raw": RawPaths((raw,))},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
+    files = {
+        f"eng_Latn-{spelling}/{split}.{side}": "".join(
+            f"{line(side, start + i)}\n" for i in range(count)
         )
-    )
-    return open_artifact(out_dir, kind=stage.makes)
+        for number, spelling in enumerate(sorted(WORDS.keys() - {"eng_Latn"}))
+        for split, start, count in (("train", 100, 30 + number), ("valid", 0, 3), ("test", 50, 4))
+        for side in ("eng_Latn", spelling)
+    }
+    return write(root, files)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     root = tmp_path_factory.mktemp("rare")
-    corpus = run("import_corpus", root / "corpus", raw=write_tree(root / "raw"))
-    cleaned = run("clean", root / "clean", corpus=corpus)
-    tokenizer = run("train_tokenizer", root / "tokenizer", corpus=cleaned)
-    shards = run("make_shards", root / "shards", corpus=cleaned, tokenizer=tokenizer)
+
+    def run(name: str, out: str, **artifacts: Artifact) -> Artifact:
+        return run_stage(name, root / out, artifacts, RECIPE)
+
+    corpus = run_import("import_corpus", root / "corpus", write_tree(root / "raw"), RECIPE)
+    cleaned = run("clean", "clean", corpus=corpus)
+    tokenizer = run("train_tokenizer", "tokenizer", corpus=cleaned)
+    shards = run("make_shards", "shards", corpus=cleaned, tokenizer=tokenizer)
     return {
         "corpus": corpus,
         "clean": cleaned,
         "tokenizer": tokenizer,
         "shards": shards,
-        "mixture": run("mix", root / "mixture", shards=shards),
-        "groups": run("group_languages", root / "groups", shards=shards),
+        "mixture": run("mix", "mixture", shards=shards),
+        "groups": run("group_languages", "groups", shards=shards),
     }
 
 

@@ -5,16 +5,11 @@
 
 import json
 import re
-import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
-
-from pipeline.cli.stage_commands import find_stage, parser_of
-from pipeline.config.recipe import recipe_names
+from support.page_commands import PAGES, ROOT, Block, blocks
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TAGS = ("run", "demo", "cluster", "needs-data")
@@ -76,67 +71,10 @@ def test_the_readme_leads_to_one_page_for_each_use(goal: str) -> None:
 # Commands of all pages
 
 
-def has_stage_options(command: str) -> bool:
-    """Whether a command is a stage's, other than ``upcycle DECLARATION.toml``."""
-    words = without_launcher(command)
-    return find_stage(words)[0] is not None and not words[1].endswith(".toml")
-
-
-STAGE_COMMANDS = [c for c in commands("demo", "cluster", "needs-data") if has_stage_options(c)]
-
-
-@pytest.mark.parametrize("command", dict.fromkeys(STAGE_COMMANDS))
-def test_the_options_of_stage_commands_exist(command: str) -> None:
-    stage, arguments = find_stage(without_launcher(command))
-    assert stage is not None
-    options = vars(parser_of(stage, arguments).parse_args(arguments))
-    if options.get("recipe"):
-        named = {part for part in options["recipe"].split("+") if not part.endswith(".toml")}
-        assert named <= set(recipe_names())
-    given = {word.removeprefix("--").replace("-", "_") for word in arguments if word[:2] == "--"}
-    assert all(
-        options[{"from": "source", "to": "target", "set": "overrides"}.get(n, n)] is not None
-        for n in given
-    )
-
-
-def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
-    others = set(commands("demo", "cluster", "needs-data")) - set(STAGE_COMMANDS)
-    starts = {" ".join(command.split()[:2]) for command in others}
-    assert {start for start in starts if not start.startswith("make ")} == {
-        *("python cut.py", "python pack.py", "python docs/study.py", "python -m", "python3 -m"),
-        *("set -e", "cp docs/study.py", "cp runs/hundred/block_1/report.html", "split -b"),
-        *("python3 pack/study.py", "cat kept/hundred-card.tar.xz.*"),
-        "tar -cJf",
-        "mkdir again",
-        "source .venv/bin/activate",
-        "mmnmt run",
-        "mmnmt status",
-        "mmnmt submit",
-        "mmnmt logs",
-        "mmnmt cancel",
-        "mmnmt checkpoint",
-        "mmnmt export",
-        "mmnmt report",
-        "mmnmt upcycle",
-        "mmnmt serve",
-        "curl http://127.0.0.1:8080/translate",
-    }
-
-
-@pytest.mark.parametrize(
-    "command", dict.fromkeys(c for c in commands("demo") if c.startswith("make "))
-)
-def test_make_targets_exist(command: str) -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", *shlex.split(command)[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_make_targets_exist() -> None:
+    named = {command.split()[-1] for command in commands("demo") if command.startswith("make ")}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert named <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
 
 
 TAUGHT = [
@@ -148,9 +86,7 @@ TAUGHT = [
 
 
 @pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.stem)
-def test_a_page_names_the_command_alone_and_says_at_the_top_where_it_comes_from(
-    page: Path,
-) -> None:
+def test_a_page_names_the_command_alone_and_says_at_the_top_where_it_comes_from(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert ".venv" not in text
     introduction = text.partition("\n## ")[0].partition("```")[0]
@@ -161,9 +97,7 @@ SOURCES = re.compile(r"runs/demo/(copied|moe_lgr|assembled)(?!\w)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_translate_export_and_start_from_the_demos_final_models(
-    page: Path,
-) -> None:
+def test_pages_translate_export_and_start_from_the_demos_final_models(page: Path) -> None:
     """A model that is only a source of another, or was not trained since, translates worse."""
     lines = [line for block in blocks([page]) for line in block.text.splitlines()]
     assert not [line for line in lines if " diff " not in line and SOURCES.search(line)]

@@ -43,17 +43,15 @@ from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 
 SETTINGS = """
-[tokenizer]
-kind = "bytes"
-segmenters = {{ ja = "mecab", zho = "characters", th = "{folder}/words.py:pairs" }}
-[shards]
-max_tokens = 60
-[decoding]
-beam_size = 2
-max_length_ratio = 0.0
-max_extra_length = 4
+shards = {{ max_tokens = 60 }}
+decoding = {{ beam_size = 2, max_length_ratio = 0.0, max_extra_length = 4 }}
+tokenizer.kind = "bytes"
+tokenizer.segmenters = {{ ja = "mecab", zho = "characters", th = "{folder}/words.py:pairs" }}
 """
 TRAINING = """
+batches = { tokens = 300, micro_batches = 1, window_steps = 2, evaluation_tokens = 300 }
+optimizer = { warmup_updates = 1 }
+training = { updates = 2, validate_every = 2, checkpoint_every = 2 }
 [model]
 encoder_layers = 1
 decoder_layers = 1
@@ -61,20 +59,7 @@ width = 16
 feed_forward_width = 16
 num_heads = 2
 max_positions = 128
-[model.front]
-kind = "wsf"
-layers = 1
-[batches]
-tokens = 300
-micro_batches = 1
-window_steps = 2
-evaluation_tokens = 300
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
+front = { kind = "wsf", layers = 1 }
 """
 FUNCTION = "def pairs(text):\n    return [text[i:i + 2] for i in range(0, len(text), 2)]\n"
 LINES: Mapping[str, list[str]] = {

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import run_script
 from support.page_commands import ROOT
+from support.raw_trees import write
 
 PAPERS = ROOT / "docs" / "papers"
 STUDIES = sorted(page for page in PAPERS.glob("*.md") if "../results/" in page.read_text("utf-8"))
@@ -71,11 +72,9 @@ def test_the_script_of_the_page_cuts_pairs_to_short_verses(tmp_path: Path) -> No
         "zero-shot/de-fr/test": (["a" * 110, "a", "é" * 110], ["b" * 110, "b" * 111, "ü" * 110]),
     }
     for place, sides in pairs.items():
-        folder, split = (tmp_path / "pairs" / place).parent, place.rpartition("/")[2]
-        folder.mkdir(parents=True, exist_ok=True)
-        for code, lines in zip(folder.name.split("-"), sides, strict=True):
-            text = "".join(f"{line}\n" for line in lines).encode()
-            (folder / f"{split}.{code}.gz").write_bytes(gzip.compress(text))
+        for code, lines in zip(place.split("/")[-2].split("-"), sides, strict=True):
+            text = "".join(f"{line}\n" for line in lines)
+            write(tmp_path / "pairs", {f"{place}.{code}.gz": text})
     command = [sys.executable, "cut.py", "pairs", "verses"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     cut = {
@@ -134,40 +133,35 @@ def write_evaluation(
         "dense/weights/all.json": [],
         "dense/manifest.json": {"inputs": {"shards": {"path": f"{folder}/shards"}}},
     }
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    write(folder, {name: json.dumps(content) for name, content in files.items()})
     return folder / "block"
 
 
 def make(script: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "docs" / script), *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run_script(ROOT / "docs" / script, options, folder=folder, timeout=120)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
-    elsewhere: bool, tmp_path: Path
-) -> None:
+def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(tmp_path: Path) -> None:
     first = {"dense@1": (10.0, [3.0, 2.0, 1.5]), "MoE@1": (10.0, [3.1, 1.9, 1.4])}
     later = {
         **{"dense@2": (11.0, [3.0, 2.0, 1.5]), "MoE@2": (12.0, [3.1, 1.9, 1.4])},
         **{"dense@3": (12.0, [3.0, 2.0, 1.5]), "MoE@3": (14.0, [3.1, 1.9, 1.4])},
     }
+
+    def keep(given: Path | str, out: str) -> None:
+        done = make("study.py", f"card={given}", "--out", out, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+
     for number, runs in enumerate((first, later)):
         place = write_evaluation(tmp_path / f"run{number}", runs, f"dense_{number}")
-        if elsewhere:  # each block on a machine of its own, which gives back a folder
-            done = make("study.py", f"card={place}", "--out", f"kept{number}", folder=tmp_path)
-            assert done.returncode == 0, done.stderr
-            shutil.rmtree(place.parent)
-            place = tmp_path / f"kept{number}"
-        done = make("study.py", f"card={place}", "--out", "docs/results", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-    study = json.loads((tmp_path / "docs/results/hundred.json").read_text(encoding="utf-8"))
+        keep(place, "docs/results")
+        keep(place, f"kept{number}")  # on a machine of its own, which gives back a folder
+        shutil.rmtree(place.parent)
+        keep(f"kept{number}", "elsewhere")
+    outs = [tmp_path / "docs" / "results", tmp_path / "elsewhere"]
+    study, other = (json.loads((out / "hundred.json").read_text(encoding="utf-8")) for out in outs)
+    assert study == other
     kept = study["card"]["runs"]
     assert [(run["system"], run["seed"]) for run in kept] == [
         *(("dense", 1), ("MoE", 1), ("dense", 2), ("MoE", 2), ("dense", 3), ("MoE", 3))
@@ -177,15 +171,17 @@ def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
     assert kept[3]["directions"]["en-de"] == {
         **{"bleu": 5.0, "chrf++": 13.0, "lid.176": 50.0, "loss": 3.4}
     }
-    with tarfile.open(tmp_path / "docs/results/hundred-card.tar.xz") as packed:
-        assert packed.getnames() == [
-            "clean/test/de-en/de.txt",
-            "dense/manifest.json",
-            "translate_dense_0/hypotheses/de-en.jsonl",
-            "translate_dense_1/hypotheses/de-en.jsonl",
-        ]
-        manifest = json.load(packed.extractfile("dense/manifest.json"))  # type: ignore[arg-type]
-    assert manifest == {"inputs": {"shards": {"path": "shards"}}}, "without folders of a machine"
+    for out in outs:
+        with tarfile.open(out / "hundred-card.tar.xz") as packed:
+            assert packed.getnames() == [
+                "clean/test/de-en/de.txt",
+                "dense/manifest.json",
+                "translate_dense_0/hypotheses/de-en.jsonl",
+                "translate_dense_1/hypotheses/de-en.jsonl",
+            ]
+            manifest = json.load(packed.extractfile("dense/manifest.json"))  # type: ignore[arg-type]
+        # without folders of a machine
+        assert manifest == {"inputs": {"shards": {"path": "shards"}}}
     made = make("generate.py", "--docs", "docs", folder=tmp_path)
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "docs/results/hundred.md").read_text(encoding="utf-8")

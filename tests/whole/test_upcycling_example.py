@@ -4,25 +4,21 @@ They run on the stored run instead of the demo's, and train for a few updates.
 """
 
 import json
-import re
-import shlex
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from support.forked import run_command
+from support.forked import run_line
+from support.page_commands import ROOT, blocks
 from support.raw_trees import unpack_stored_run
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.importing import open_model
-from pipeline.cli import main
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorials" / "experts_in_your_checkpoint.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs" / "tutorials" / "experts_in_your_checkpoint.md"
 RECIPE = """
 [shards]
 max_tokens = 40
@@ -40,32 +36,17 @@ every = 1
 """
 
 
-def block(kind: str) -> str:
-    found = re.search(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every command of the example has succeeded."""
     folder = tmp_path_factory.mktemp("example")
     (folder / "runs").mkdir()
     unpack_stored_run(folder).rename(folder / "runs" / "demo")
-    (folder / "experts.toml").write_text(block("toml"), encoding="utf-8")
+    texts = {block.info: block.text for block in blocks([PAGE])}
+    (folder / "experts.toml").write_text(texts["toml"], encoding="utf-8")
     (folder / "few.toml").write_text(RECIPE, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for line in block("bash demo").splitlines():
-            command, _, output = line.replace("demo_moe", "few.toml").partition(" > ")
-            words = shlex.split(command)[1:]
-            if words[0] == "finetune":  # DeepSpeed keeps a process's first process group
-                assert run_command(words).returncode == 0, line
-            elif output:
-                with Path(output).open("w", encoding="utf-8") as stream, redirect_stdout(stream):
-                    assert main(words) == 0, line
-            else:
-                assert main(words) == 0, line
+    for line in texts["bash demo"].splitlines():
+        run_line(line.replace("demo_moe", "few.toml"), folder)
     return folder
 
 

@@ -6,14 +6,13 @@ with a model that has them all.
 
 import json
 import re
-import shutil
 from inspect import getsource
 from pathlib import Path
 from textwrap import indent
 
 import pytest
 from support import sigmoid_router
-from support.added_variants import ROOT, Variant, commands_in, copy_with, run_in, touched_files
+from support.added_variants import ROOT, Variant, commands_in, copy_with, run_in
 from support.raw_trees import unpack_stored_run
 
 pytestmark = pytest.mark.slow
@@ -146,7 +145,7 @@ VARIANTS = {
                     "        match spec.model.front:\n"
                     "            case SmoothConfig():\n"
                     "                return SmoothFront(spec)\n",
-                ),
+                )
             ],
         },
     ),
@@ -270,31 +269,6 @@ VARIANTS = {
         },
     ),
 }
-TOUCHED = {
-    **{
-        name: {f"{folder}/{name}.py" for name in (module, "__init__", "extension")}
-        for name, folder, module in (
-            ("front", FRONT_ENDS, "smooth"),
-            ("language modules", LANGUAGE_MODULES, "scales"),
-        )
-    },
-    "feed-forward": {
-        "pipeline/model/gated_feed_forward.py",
-        MODEL_SETTINGS,
-        "pipeline/model/building.py",
-    },
-    "router": {
-        "pipeline/model/moe/sigmoid_router.py",
-        MODEL_SETTINGS,
-        "pipeline/model/moe/router.py",
-    },
-    "loss": {LOSS_SETTINGS, "pipeline/training/losses.py"},
-    "stopping rule": {
-        "pipeline/decoding/first_rule.py",
-        DECODING_SETTINGS,
-        "pipeline/decoding/hypotheses.py",
-    },
-}
 RECIPE = """
 parent = "moe_lgr.toml"
 [model.front]
@@ -335,61 +309,47 @@ def test_the_router_is_the_one_of_the_page() -> None:
     assert indent(getsource(sigmoid_router.SigmoidRouter), 4 * " ") in page
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_touches_its_file_the_settings_and_one_choice(name: str, tmp_path: Path) -> None:
-    copy = copy_with(tmp_path / "copy", [VARIANTS[name]])
-    assert touched_files(copy) == TOUCHED[name]
-    shutil.rmtree(copy)
-
-
-def test_all_variants_together_train_over_ranks_translate_and_are_counted(
-    copied: Path, stored: Path
-) -> None:
+@pytest.fixture(scope="module")
+def printed(copied: Path, stored: Path) -> list[str]:
+    """What commands print of a model with all variants that two ranks have trained."""
     given = ["--recipe", "all.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
     train = ["-m", "pipeline", "pretrain", *given, "--processes", "2", "--out", "new"]
     run_in(copied, train, cwd=stored)
-    languages = ["--from", "en", "--to", "de"]
-    found, answers = commands_in(
-        copied,
-        ["checkpoint", "inspect", "new", "--tensors", "--json"],
-        ["translate", "--recipe", "all.toml", "--checkpoint", "new", *languages],
-        cwd=stored,
-        stdin="one\ntwo\n",
+    recipe = 'parent = "moe_lgr.toml"\n[model.moe]\ndecoder_router = "sigmoid"\n'
+    (stored / "sigmoid.toml").write_text(recipe, encoding="utf-8")
+    translate = "translate --recipe all.toml --checkpoint new --from en --to de"
+    estimate = "estimate --device cpu --json"
+    describe = "describe --recipe sigmoid.toml --languages"
+    commands = (
+        *("checkpoint inspect new --tensors --json", translate),
+        *(f"{estimate} moe_lgr.toml --groups 2", f"{estimate} all.toml --languages 2"),
+        *(f"{describe} 2", f"{describe} 9"),
     )
-    tensors = {tensor["name"] for tensor in json.loads(found)["tensors"]}
+    split = [command.split() for command in commands]
+    return commands_in(copied, *split, cwd=stored, stdin="one\ntwo\n")
+
+
+def test_all_variants_together_train_over_ranks_and_translate(printed: list[str]) -> None:
+    tensors = {tensor["name"] for tensor in json.loads(printed[0])["tensors"]}
     assert {
         "front.share",
         "encoder.layers.0.feed_forward.gate.weight",
         "encoder.layers.0.feed_forward_scales.de.factor",
         "decoder.layers.1.feed_forward.router.preference",
     } <= tensors
-    assert len(answers.splitlines()) == 2
+    assert len(printed[1].splitlines()) == 2
 
 
-def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
-    command = ["estimate", "--device", "cpu", "--json"]
-    plain, varied = commands_in(
-        copied,
-        [*command, "moe_lgr.toml", "--groups", "2"],
-        [*command, "all.toml", "--languages", "2"],
-        cwd=stored,
-    )
+def test_memory_counts_what_a_variant_keeps(printed: list[str]) -> None:
     plain_bytes, varied_bytes = (
-        json.loads(printed)["memory"]["phases"]["backward"]["activations"]
-        for printed in (plain, varied)
+        json.loads(text)["memory"]["phases"]["backward"]["activations"] for text in printed[2:4]
     )
     assert varied_bytes > plain_bytes
 
 
-def test_a_routers_tensor_per_language_is_counted(copied: Path, stored: Path) -> None:
+def test_a_routers_tensor_per_language_is_counted(printed: list[str]) -> None:
     """4 experts, in the last of two decoder layers."""
-    recipe = 'parent = "moe_lgr.toml"\n[model.moe]\ndecoder_router = "sigmoid"\n'
-    (stored / "sigmoid.toml").write_text(recipe, encoding="utf-8")
-    command = ["describe", "--recipe", "sigmoid.toml", "--languages"]
-    two, nine = (
-        int(re.findall(r"# routers +([0-9,]+)", printed)[0])
-        for printed in commands_in(copied, [*command, "2"], [*command, "9"], cwd=stored)
-    )
+    two, nine = (int(re.findall(r"# routers +([0-9,]+)", text)[0]) for text in printed[4:])
     assert nine - two == (9 - 2) * 4
 
 

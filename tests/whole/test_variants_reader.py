@@ -6,7 +6,7 @@ The additions are made to a copy of the packages, which then imports such text.
 import json
 from pathlib import Path
 
-from support.added_variants import Variant, copy_with, run_in, touched_files
+from support.added_variants import Variant, copy_with, run_in
 from support.raw_trees import write
 
 from pipeline.artifacts.artifact import open_artifact
@@ -55,10 +55,7 @@ VARIANT = Variant(
     {"data_prep/readers/bars.py": BARS},
     {
         "data_prep/settings.py": [
-            (
-                'source: Literal["tree", "cldr",',
-                'source: Literal["bars", "tree", "cldr",',
-            )
+            ('source: Literal["tree", "cldr",', 'source: Literal["bars", "tree", "cldr",')
         ],
         "data_prep/import_corpus.py": [
             (
@@ -78,11 +75,6 @@ VARIANT = Variant(
 
 def test_a_reader_is_one_file_one_setting_and_one_case(tmp_path: Path) -> None:
     copied = copy_with(tmp_path / "copy", [VARIANT])
-    assert touched_files(copied) == {
-        "data_prep/readers/bars.py",
-        "data_prep/settings.py",
-        "data_prep/import_corpus.py",
-    }
     raw = write(
         tmp_path / "raw",
         {

@@ -68,7 +68,3 @@ def test_what_a_page_says_is_in_a_module_is_there(page: Path) -> None:
     for name, module in named:
         words = set(re.findall(r"\w+", (ROOT / module).read_text(encoding="utf-8")))
         assert set(name.split(".")) <= words, f"{module} has no {name}"
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
