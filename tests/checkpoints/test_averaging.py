@@ -32,9 +32,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 
-def test_an_average_is_the_mean_in_double_precision_rounded_once_and_records_its_parts(
-    tmp_path: Path,
-) -> None:
+def test_an_average_is_the_mean_in_doubles_rounded_once(tmp_path: Path) -> None:
     models = [tiny_model(SPEC, seed=seed) for seed in (1, 2, 3)]
     large = torch.full((16,), 2.0**25)
     biases = [large, torch.ones(16), -large]  # float32 would lose the one
@@ -95,9 +93,7 @@ def test_a_tensor_that_the_model_does_not_account_for_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_checkpoint_that_is_named_twice_or_with_its_copy_is_not_averaged(
-    tmp_path: Path, copied: bool
-) -> None:
+def test_a_checkpoint_and_its_copy_are_not_averaged(tmp_path: Path, copied: bool) -> None:
     made = [make_checkpoint(tmp_path / f"m{seed}", tiny_model(SPEC, seed=seed)) for seed in (1, 2)]
     again = tmp_path / "m1" / ".." / "m2"
     if copied:
@@ -154,7 +150,7 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
     assert torch.equal(one.eval()(batch).logits_LV, models[100].eval()(batch).logits_LV)
 
 
-def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
+def test_a_mean_never_replaces_its_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
@@ -188,7 +184,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
     assert (out / "text").read_text() == "text"
 
 
-def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
+def test_a_mean_keeps_a_model_it_replaces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
@@ -232,7 +228,7 @@ def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> N
     assert not (tmp_path / "mean").exists()
 
 
-def test_the_states_of_a_run_are_averaged_from_the_command_line(
+def test_states_are_averaged_by_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})

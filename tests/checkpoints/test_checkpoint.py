@@ -289,12 +289,7 @@ def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
     [
         Position(),
         Position(
-            update=7,
-            cursor=(2, 3),
-            validated=6,
-            best_perplexity=12.25,
-            best_update=6,
-            seconds=1.5,
+            update=7, cursor=(2, 3), validated=6, best_perplexity=12.25, best_update=6, seconds=1.5
         ),
     ],
 )
@@ -341,9 +336,7 @@ def sums_and_reads(world: World, directory: Path) -> tuple[dict[str, float], lis
     return sums, [call.args[1] for call in reading.call_args_list]
 
 
-def test_every_rank_loads_its_own_experts_and_reads_no_others(
-    pool2: ProcessPool, tmp_path: Path
-) -> None:
+def test_every_rank_reads_only_its_own_experts(pool2: ProcessPool, tmp_path: Path) -> None:
     model = tiny_model(SPEC)
     saved_checkpoint(tmp_path / "checkpoint", model)
     expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
@@ -354,9 +347,7 @@ def test_every_rank_loads_its_own_experts_and_reads_no_others(
     assert (sorted(reads), sorted(other_reads)) == (sorted(first), sorted(second))
 
 
-def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_once(
-    tmp_path: Path,
-) -> None:
+def test_a_model_loaded_in_bfloat16_is_rounded_and_allocated_once(tmp_path: Path) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     original, allocated = building.allocate, list[torch.dtype]()
 
@@ -377,7 +368,7 @@ def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_o
             assert torch.equal(one, other)
 
 
-def test_files_stay_within_their_size_and_keep_the_order_of_tensors(
+def test_files_keep_size_and_order_of_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "SHARD_BYTES", 4 * 100)
@@ -413,9 +404,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_an_error_that_names_it_whatever_part_is_damaged(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_damaged_file_is_named_whatever_part_is_damaged(tmp_path: Path, kind: str) -> None:
     pieces = [Piece("master", "a", 0, torch.ones(100))]
     state = make_state(tmp_path / "state", pieces)
     DAMAGE[kind](state.file("optimizer/part-00000-000.safetensors"))
@@ -425,9 +414,7 @@ def test_a_damaged_file_is_an_error_that_names_it_whatever_part_is_damaged(
         CheckedState(state).fill([Target("master", "a", 0, torch.zeros(100))])
 
 
-def test_a_file_is_compared_with_its_digest_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     for name in saved.names("weights/"):
         os.utime(saved.directory / name, (0, 0))

@@ -102,9 +102,7 @@ def test_vocabularies_of_bytes_and_of_two_sides_are_refused(to: Format, tmp_path
 # ---------------------------------------------------------------- one language group
 
 
-def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
-    tmp_path: Path,
-) -> None:
+def test_routers_of_one_group_are_the_mean_with_the_shared_one(tmp_path: Path) -> None:
     source = own_checkpoint(tmp_path / "checkpoint", moe=GROUPED, groups=(1, 0, 0))
     export_checkpoint(
         source.origin, out_dir=tmp_path / "out", export=Export(to="hf-nllb-moe", target_group="fr")
@@ -232,9 +230,7 @@ def tokenizer_with(pieces: tuple[int | None, ...], size: int) -> TokenizerFiles:
     return TokenizerFiles(description, own_sentencepiece())
 
 
-def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_ids(
-    tmp_path: Path,
-) -> None:
+def test_unknown_pieces_are_refused_where_they_would_get_ids(tmp_path: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
     count = SentencePieceProcessor(model_proto=own_sentencepiece()).get_piece_size()
@@ -249,9 +245,7 @@ def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_id
 # ---------------------------------------------------------------- places
 
 
-def test_an_exported_folder_is_replaced_only_when_asked_and_only_if_it_is_ours(
-    tmp_path: Path,
-) -> None:
+def test_an_exported_folder_is_replaced_only_if_asked_and_ours(tmp_path: Path) -> None:
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     export = Export(to="hf-m2m100")
     export_checkpoint(source.origin, out_dir=out, export=export)
@@ -265,9 +259,7 @@ def test_an_exported_folder_is_replaced_only_when_asked_and_only_if_it_is_ours(
         export_checkpoint(source.origin, out_dir=source.origin / "out", export=export)
 
 
-def test_an_export_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = own_checkpoint(tmp_path / "checkpoint")
 
     def fail(*_: object, **__: object) -> None:
@@ -281,9 +273,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_the_command_exports_and_verifies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert model_commands.FORMATS == FORMATS
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
@@ -338,9 +328,7 @@ def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
     assert "## Scores\n\nNot recorded." in card
 
 
-def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
-    tmp_path: Path,
-) -> None:
+def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     checkpoint = own_checkpoint(tmp_path / "plain").origin
     with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         writer.statistics["pairs"] = {
@@ -443,9 +431,7 @@ def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
         assert f"| `{language}` | `{nllb_token(language)}` |\n" in card
 
 
-def test_an_imported_model_has_its_own_tokens_in_ctranslate2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_tokens_in_ctranslate2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nllb_folder(tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
     out = tmp_path / "out"

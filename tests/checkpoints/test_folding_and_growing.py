@@ -9,13 +9,7 @@ import pytest
 import torch
 from support.exported_models import own_checkpoint
 from support.foreign_models import LINES, our_logits, their_logits
-from support.stored_checkpoints import (
-    byte_spec,
-    make_checkpoint,
-    set_to,
-    stored,
-    weights_of,
-)
+from support.stored_checkpoints import byte_spec, make_checkpoint, set_to, stored, weights_of
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
@@ -74,9 +68,7 @@ def loaded(directory: Path) -> Transformer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
-def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_folded_checkpoint_computes_the_shared_route(kind: str, tmp_path: Path) -> None:
     model = trained_model(kind)
     make_checkpoint(tmp_path / "whole", model)
     folded = fold_checkpoint(tmp_path / "whole", out_dir=tmp_path / "folded")
@@ -91,9 +83,7 @@ def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
     assert not torch.allclose(found, logits(model, batch), atol=1e-2)
 
 
-def test_folding_and_pruning_are_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fold_and_prune_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = str(make_checkpoint(tmp_path / "whole", trained_model("low_rank")))
     fold = ["checkpoint", "fold", whole, "--out", str(tmp_path / "folded")]
     prune = ["checkpoint", "prune", whole, "--languages", "de", "fr"]
@@ -111,9 +101,7 @@ def test_folding_and_pruning_are_commands(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
-    kind: str, tmp_path: Path
-) -> None:
+def test_kept_languages_translate_as_before_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     model = trained_model(kind)
     whole = make_checkpoint(tmp_path / "whole", model)
     prune_languages(whole, languages=["ru", "de"], out_dir=tmp_path / "pruned")
@@ -167,9 +155,7 @@ def growing(directory: Path, spec: ModelSpec) -> AssemblyPlan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_else(
-    kind: str, tmp_path: Path
-) -> None:
+def test_grown_language_modules_leave_the_function_as_it_was(kind: str, tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
     spec = spec_of(kind)
     plan = growing(dense, spec)
@@ -184,9 +170,7 @@ def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_el
         torch.testing.assert_close(logits(grown, batch, route), expected, rtol=0, atol=1e-6)
 
 
-def test_shared_maps_of_clsr_grow_from_the_output_of_attention_that_they_replace(
-    tmp_path: Path,
-) -> None:
+def test_shared_maps_of_clsr_grow_from_the_output_they_replace(tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
     plan = growing(dense, spec_of("clsr", shared_projection="per_sublayer"))
     origins = {entry.target: (entry.source, entry.rule) for entry in plan.assignments}
@@ -282,9 +266,7 @@ def test_a_folded_model_is_exported_like_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_language_modules_are_not_exported_and_the_way_to_a_plain_model_is_named(
-    kind: str, to: Format, tmp_path: Path
-) -> None:
+def test_an_export_names_the_way_to_fold_modules(kind: str, to: Format, tmp_path: Path) -> None:
     whole = make_checkpoint(tmp_path / "whole", trained_model(kind))
     with pytest.raises(CheckpointError, match=r"\(model.language_modules\)") as caught:
         export_checkpoint(whole, out_dir=tmp_path / "out", export=Export(to=to))

@@ -39,9 +39,7 @@ def even_routes() -> RoutingStatistics:
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_a_model_with_a_front_is_averaged_inspected_and_compared(
-    tmp_path: Path, front: str
-) -> None:
+def test_models_with_a_front_are_averaged_and_compared(tmp_path: Path, front: str) -> None:
     spec = fronted_byte_spec(FRONTS[front], moe=MOE)
     models = [tiny_model(spec, seed=seed) for seed in (1, 2)]
     made = [make_checkpoint(tmp_path / f"m{n}", model) for n, model in enumerate(models)]

@@ -71,10 +71,7 @@ def their_text(peer: Any, tokenizer: Any, tag: int) -> list[str]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_imported_checkpoint_is_inspected_and_translates_as_its_library_does(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     family = FAMILIES[name]
     peer = family.make(tmp_path / "theirs")
@@ -104,9 +101,7 @@ def test_an_imported_checkpoint_is_inspected_and_translates_as_its_library_does(
     assert len(set(found)) > 1
 
 
-def test_nothing_is_written_where_an_import_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_import_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nllb_folder(tmp_path / "theirs")
     (tmp_path / "theirs" / "config.json").unlink()
     before = names_in(tmp_path)

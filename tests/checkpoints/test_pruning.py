@@ -127,7 +127,7 @@ class BiasedRouter(SigmoidRouter):
         self.bias = nn.Parameter(torch.empty(moe.num_experts))
 
 
-def test_all_tensors_of_a_router_of_ones_own_keep_the_kept_experts(
+def test_other_routers_keep_the_kept_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_router(spec: ModelSpec, moe: MoEConfig, **_: object) -> nn.Module:
@@ -162,9 +162,7 @@ def restrict(model: Transformer, plan: PruningPlan) -> None:
 
 
 @pytest.mark.parametrize("experts", [2, 3, 5])
-def test_a_pruned_model_is_the_whole_one_restricted_to_the_kept_experts(
-    tmp_path: Path, experts: int
-) -> None:
+def test_a_pruned_model_is_the_whole_one_restricted(tmp_path: Path, experts: int) -> None:
     model = tiny_model(SPEC).eval()
     routing, _ = count_routes(model)
     whole = make_checkpoint(tmp_path / "whole", model, routing=routing)
@@ -190,9 +188,7 @@ def test_a_pruned_checkpoint_records_the_models_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("languages", [["fr"], ["en", "de"], ["en", "de", "en"]])
-def test_the_most_routed_experts_are_kept_and_their_share_is_that_of_single_routes(
-    tmp_path: Path, languages: list[str]
-) -> None:
+def test_the_most_routed_experts_are_kept(tmp_path: Path, languages: list[str]) -> None:
     model = tiny_model(SPEC).eval()
     routing, routes = count_routes(model)
     whole = make_checkpoint(tmp_path / "whole", model, routing=routing)
@@ -236,12 +232,9 @@ def statistics_of(routed_LGE: Any) -> RoutingStatistics:
 
 
 @pytest.mark.parametrize(
-    ("share", "experts"),
-    [(0.6, 1), (0.61, 2), (0.8, 2), (0.81, 3), (0.9, 3), (0.91, 4), (1.0, 4)],
+    ("share", "experts"), [(0.6, 1), (0.61, 2), (0.8, 2), (0.81, 3), (0.9, 3), (0.91, 4), (1.0, 4)]
 )
-def test_the_share_to_keep_decides_by_the_layer_that_needs_most_experts(
-    share: float, experts: int
-) -> None:
+def test_the_layer_that_needs_most_experts_decides(share: float, experts: int) -> None:
     routing = statistics_of([[[0, 7, 3, 0]], [[6, 1, 2, 1]], [[10, 0, 0, 0]]])
     plan = plan_pruning(routing, languages=["de"], top_k=1, keep_mass=share)
     assert plan.num_experts == experts
@@ -259,9 +252,7 @@ def test_the_share_to_keep_decides_by_the_layer_that_needs_most_experts(
     share=st.floats(0.01, 1.0),
     top_k=st.integers(1, 5),
 )
-def test_the_number_of_experts_that_keeps_a_share_is_the_smallest(
-    counts: list[list[int]], share: float, top_k: int
-) -> None:
+def test_the_least_number_keeps_a_share(counts: list[list[int]], share: float, top_k: int) -> None:
     plan = plan_pruning(
         statistics_of([[row] for row in counts]), languages=["de"], top_k=top_k, keep_mass=share
     )

@@ -106,9 +106,7 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     load_model(tuned)
 
 
-def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
-    upcycled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_is_of_the_model(upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(upcycled), "--recipe"]) == 0
     printed = capsys.readouterr().out
     document = tomllib.loads(printed)
@@ -122,9 +120,7 @@ def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
     assert laid_over.training == load_recipe("demo_mmnmt").training
 
 
-def test_a_checkpoints_tokenizer_is_an_artifact_with_the_same_ids(
-    upcycled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_has_the_ids(upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     made = load_tokenizer(tokenizer_folder(open_artifact(Path("tokenizer"), kind="tokenizer")))
     assert made.fingerprint == read_tokenizer(open_checkpoint(upcycled)).fingerprint

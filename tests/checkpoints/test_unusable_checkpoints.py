@@ -185,9 +185,7 @@ def test_a_model_far_larger_than_its_files_is_refused_before_anything_is_allocat
     assert peak < 2**26
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    shelf: Shelf, broken: Path, tmp_path: Path
-) -> None:
+def test_another_model_s_tokenizer_is_refused(shelf: Shelf, broken: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(broken)
     refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("tokenizer")))
     with pytest.raises(CheckpointError, match=r"do not belong together \(ids: 263 and 39\)"):

@@ -214,9 +214,7 @@ def test_a_cause_is_one_line_of_bounded_length() -> None:
     assert len(one_line("x" * 10_000)) == LONGEST_CAUSE
 
 
-def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_damaged_and_unfinished_records_are_left_out(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     for report in (end(2, "crashed", "a\u2028b"), end(0, "lost", "gloo", 5)):
@@ -250,9 +248,7 @@ def test_starts_are_in_order_whatever_their_ids_and_the_clocks_of_their_nodes_sa
     assert recorded_starts(out_dir)[-1] == "99.0", "the id is used again"
 
 
-def test_of_thousands_of_starts_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_starts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.jobs.job_endings.KEPT_STARTS", 3)
     out_dir = tmp_path / "model"
     for restart in range(9):
@@ -265,9 +261,7 @@ def test_of_thousands_of_starts_the_newest_are_kept(
     assert len(verdicts(out_dir)) == 3
 
 
-def test_reports_of_one_rank_that_are_written_at_once_do_not_damage_each_other(
-    tmp_path: Path,
-) -> None:
+def test_reports_written_at_once_do_not_damage_each_other(tmp_path: Path) -> None:
     reports = [end(0, "again", "x" * 500), end(0, "lost", "y")]
 
     def write_many(report: RankEnd) -> None:
@@ -297,9 +291,7 @@ IN_NATIVE_CODE = "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(
 
 @pytest.mark.parametrize("wait", ["time.sleep(600)", IN_NATIVE_CODE], ids=["python", "native"])
 @pytest.mark.parametrize("is_handled", [False, True])
-def test_a_rank_that_is_told_to_end_says_so_wherever_it_waits(
-    tmp_path: Path, wait: str, is_handled: bool
-) -> None:
+def test_a_rank_told_to_end_says_so(tmp_path: Path, wait: str, is_handled: bool) -> None:
     handler = "signal.signal(signal.SIGTERM, lambda *_: None); " if is_handled else ""
     program = f"{RANK}    {handler}print(flush=True); {wait}"
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -326,9 +318,7 @@ def test_a_report_stays_where_a_rank_is_told_to_end_after_it(tmp_path: Path) -> 
     assert (found.end, found.cause) == ("failed", "no recipe")
 
 
-def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_start_without_a_verdict_is_judged_by_its_ranks(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     write_end(folder, end(3, "lost", "gloo", 8))
@@ -347,9 +337,7 @@ def test_a_node_that_failed_is_named_where_slurm_requeued_the_job_for_it() -> No
     assert found.asked == "preempted or requeued"
 
 
-def test_a_verdict_of_a_job_killed_while_its_ranks_saved_gives_way_to_their_reports(
-    tmp_path: Path,
-) -> None:
+def test_a_verdict_before_the_end_gives_way_to_later_reports(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     facts = {"asked": "preempted or requeued", "failed_nodes": ["node2"]}

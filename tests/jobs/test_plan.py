@@ -242,9 +242,7 @@ def test_the_plans_that_ship_name_no_ds_config_for_gpus_of_one_kind() -> None:
     assert chosen <= {AUTO, "cpu_bf16"}
 
 
-def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_model(
-    tmp_path: Path,
-) -> None:
+def test_systems_of_the_demo_have_equally_many_new_updates(tmp_path: Path) -> None:
     plan = load_plan("demo")
     tasks = {task.name: task for task in resolve_plan(plan, out_dir=tmp_path).tasks}
 
@@ -409,9 +407,7 @@ def _made_before(path: Path, section: str, setting: str) -> None:
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
 
 
-def test_a_setting_that_is_new_makes_an_artifact_stale_only_if_it_is_not_at_its_default(
-    setup: Setup,
-) -> None:
+def test_a_new_setting_makes_stale_only_if_not_at_its_default(setup: Setup) -> None:
     setup.run()
     _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     assert setup.forecast()[-1] == "model: done"
@@ -460,9 +456,7 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     assert manifest.config["training"]["updates"] == 2
 
 
-def test_of_a_ds_config_only_what_decides_the_result_makes_a_trained_model_stale(
-    setup: Setup,
-) -> None:
+def test_of_a_ds_config_only_what_decides_the_result_makes_stale(setup: Setup) -> None:
     setup.run()
     ds_config = load_ds_config("cpu_fp32")
     ds_config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 1000}
@@ -479,9 +473,7 @@ def test_of_a_ds_config_only_what_decides_the_result_makes_a_trained_model_stale
     assert setup.workshop.started == ["model"]
 
 
-def test_more_processes_change_no_result_and_reach_only_stages_that_can_use_them(
-    setup: Setup,
-) -> None:
+def test_more_processes_change_no_result(setup: Setup) -> None:
     resolved = setup.resolved(processes=5)
     assert [task.planned.processes for task in resolved.tasks] == [1, 5, 5]
     assert "--processes=5" in stage_arguments(resolved, resolved.tasks[1])
@@ -561,9 +553,7 @@ def _train(setup: Setup, finishes: bool) -> None:
     assert setup.run()[0] == (0 if finishes else 3)
 
 
-def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_told(
-    setup: Setup,
-) -> None:
+def test_a_finished_model_is_kept_when_a_setting_changes(setup: Setup) -> None:
     setup.run()
     _leave_state(setup, 8)
     before = open_artifact(setup.out_dir / "model", kind="checkpoint").digest
@@ -597,9 +587,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     assert not (setup.out_dir / "model.before-3").exists()
 
 
-def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_told(
-    setup: Setup,
-) -> None:
+def test_an_unfinished_run_is_kept_when_a_setting_changes(setup: Setup) -> None:
     _train(setup, False)
     _leave_state(setup, 8)
     _change(setup, "seed = 2")
@@ -610,15 +598,11 @@ def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_to
     with pytest.raises(ArtifactError, match=r"8 updates \(2\.0 hours\).*training\.seed: 1 → 2"):
         setup.run()
     assert setup.run(rebuild=["model"])[0] == 0
-    assert names_in(setup.out_dir) == [
-        *("corpus", "model", "model.before-1.run", "shards"),
-    ]
+    assert names_in(setup.out_dir) == [*("corpus", "model", "model.before-1.run", "shards")]
 
 
 @pytest.mark.parametrize("damaged", ["other.run/states/update-0000008", "other"])
-def test_a_training_that_cannot_be_read_hides_no_loss_of_another(
-    setup: Setup, damaged: str
-) -> None:
+def test_an_unreadable_training_hides_no_loss_of_another(setup: Setup, damaged: str) -> None:
     _train(setup, False)
     _leave_state(setup, 8)
     _change(setup, "seed = 2")
@@ -891,9 +875,7 @@ def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_test_line_that_drops_a_training_line_is_noticed(
-    trained: Trained, tmp_path: Path, leaves: bool
-) -> None:
+def test_a_dropped_training_line_is_noticed(trained: Trained, tmp_path: Path, leaves: bool) -> None:
     """Before anything is built for a training that is refused, whether it comes or leaves."""
     if leaves:
         trained.write("de-en", "test", 7, 1)  # a training line, which clean leaves out
@@ -913,9 +895,7 @@ def test_a_test_line_that_drops_a_training_line_is_noticed(
 
 
 @pytest.mark.slow
-def test_shards_made_again_of_a_corpus_with_other_test_lines_are_the_same_artifact(
-    trained: Trained,
-) -> None:
+def test_shards_with_other_test_lines_are_the_same_artifact(trained: Trained) -> None:
     before = trained.digests()
     trained.write("de-en", "test", 300, 4)
     shutil.rmtree(trained.folder / "out" / "shards")
@@ -1034,9 +1014,7 @@ def test_a_copy_of_a_plans_folder_is_done_and_an_edit_of_it_is_noticed(setup: Se
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
-    setup: Setup, stale: bool
-) -> None:
+def test_edits_are_neither_passed_on_nor_thrown_away(setup: Setup, stale: bool) -> None:
     setup.run()
     path = setup.out_dir / "corpus" / "text"
     path.write_text("xyz")
@@ -1055,9 +1033,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
 
 
 @pytest.mark.parametrize("damaged", ["manifest.json", "text"])
-def test_a_damaged_trained_model_is_kept_and_nothing_advises_to_remove_it(
-    setup: Setup, damaged: str
-) -> None:
+def test_a_damaged_trained_model_is_kept(setup: Setup, damaged: str) -> None:
     setup.run()
     path = setup.out_dir / "model" / damaged
     path.write_text("{}")
@@ -1067,9 +1043,7 @@ def test_a_damaged_trained_model_is_kept_and_nothing_advises_to_remove_it(
     assert path.read_text() == "{}"
 
 
-def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
-    setup: Setup,
-) -> None:
+def test_a_folder_in_the_place_of_an_artifact_is_named_and_kept(setup: Setup) -> None:
     path = setup.out_dir / "corpus" / "thesis.txt"
     path.parent.mkdir(parents=True)
     path.write_text("thesis")
@@ -1106,9 +1080,7 @@ def test_what_a_job_sets_aside_to_replace_it_is_not_put_back_before_its_eyes(set
         ("raw/runs/tiny", "The plan's folder .* lies within the input text"),
     ],
 )
-def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
-    setup: Setup, out: str, words: str
-) -> None:
+def test_a_plan_never_writes_over_its_inputs(setup: Setup, out: str, words: str) -> None:
     setup.out_dir = setup.folder / out
     with pytest.raises(ConfigError, match=words):
         setup.resolved()
@@ -1146,9 +1118,7 @@ class Saving(Workshop):
         return super().__call__(arguments, **options)
 
 
-def test_a_stage_that_asks_to_be_run_again_is_for_a_while_if_it_saves_something_new(
-    setup: Setup,
-) -> None:
+def test_a_stage_runs_again_for_a_while_if_it_saves_something_new(setup: Setup) -> None:
     setup.workshop = Saving(setup.out_dir, times=100)
     assert setup.run()[0] == 1
     assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
@@ -1199,9 +1169,7 @@ class Meeting(Workshop):
 
 
 @pytest.mark.parametrize("jobs", [2, 5])
-def test_stages_that_do_not_need_each_other_run_side_by_side_with_the_same_result(
-    setup: Setup, jobs: int
-) -> None:
+def test_stages_run_side_by_side_with_the_same_result(setup: Setup, jobs: int) -> None:
     _add_twins(setup, "twin")
     assert setup.run()[0] == 0
     assert setup.workshop.told[2:3] == [(3, 2)], "ranks and threads of the model"
@@ -1301,9 +1269,7 @@ def test_a_refusal_is_said_while_neighbors_run_and_raised_after_the_summary(setu
     assert rows == [["corpus", "already"], ["shards", "refused"], ["twin", "done"]]
 
 
-def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
-    setup: Setup,
-) -> None:
+def test_a_signal_ends_the_plan_after_the_stage_it_reached(setup: Setup) -> None:
     class Interrupting(Workshop):
         def __call__(self, arguments: Sequence[str], **options: Any) -> int:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -129,9 +129,7 @@ def test_a_stage_is_told_what_the_plan_sets(tmp_path: Path) -> None:
     assert not any(one.startswith("--set=") for one in stage_arguments(resolved, tasks["lengths"]))
 
 
-def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
-    tmp_path: Path,
-) -> None:
+def test_overlays_and_settings_of_the_command_come_last(tmp_path: Path) -> None:
     plan = load(tmp_path, PLAN)
     resolved = resolve_plan(plan, out_dir=tmp_path / "out", overlay="smoke")
     seed = next(task for task in resolved.tasks if task.name == "seed_2")
@@ -226,9 +224,7 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         ),
     ],
 )
-def test_wrong_defaults_and_matrices_are_refused(
-    tmp_path: Path, old: str, new: str, said: str
-) -> None:
+def test_wrong_matrices_are_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in PLAN
     with pytest.raises(ConfigError, match=re.escape(said)) as refused:
         load(tmp_path, PLAN.replace(old, new, 1))
@@ -295,9 +291,7 @@ systems = { "{label}{suffix}@{number}, {systems} of {seeds}" = "translate_{row}"
 """
 
 
-def test_a_matrix_times_another_has_the_rows_that_a_product_written_out_has(
-    tmp_path: Path,
-) -> None:
+def test_a_matrix_times_another_is_the_product_written_out(tmp_path: Path) -> None:
     found = load(tmp_path, PRODUCT + TWICE).stages
     expected = load(tmp_path, WRITTEN_OUT + TWICE.replace("{systems} of {seeds}", "{of}")).stages
     assert found == expected

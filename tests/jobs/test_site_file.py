@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.jobs.plan import (
-    Task,
-    load_plan,
-    num_bytes,
-    resolve_plan,
-    seconds_of,
-)
+from pipeline.jobs.plan import Task, load_plan, num_bytes, resolve_plan, seconds_of
 from pipeline.jobs.site import Site, allocate, load_site
 
 EXAMPLE = Path(__file__).parents[2] / "slurm" / "site.example.toml"
@@ -158,10 +152,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
     [
         ("partition = 'x'", "node is missing"),
         ("[node]\ncpus = 8\ngpu = 2", "Did you mean 'gpus'?"),
-        (
-            "[node]\ncpus = 8\nmemory = 'x'",
-            'node.memory is "x". Write a size of memory',
-        ),
+        ("[node]\ncpus = 8\nmemory = 'x'", 'node.memory is "x". Write a size of memory'),
         (
             "container = 'apptainer exec \"a b.sif\"'\n[node]\ncpus = 8",
             'Write a list of words, ["apptainer", "exec", "a b.sif"].',

@@ -19,14 +19,7 @@ from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
 from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
-from pipeline.jobs.job_endings import (
-    RankEnd,
-    Start,
-    Verdict,
-    write_end,
-    write_start,
-    write_verdict,
-)
+from pipeline.jobs.job_endings import RankEnd, Start, Verdict, write_end, write_start, write_verdict
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
@@ -133,9 +126,7 @@ def needed(slurm: FakeSlurm) -> dict[str, set[str]]:
     return found
 
 
-def test_every_stage_is_a_job_that_waits_for_exactly_the_stages_it_reads_from(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_every_job_waits_for_the_stages_it_reads_from(slurm: FakeSlurm, out: Path) -> None:
     resolved = graph(out)
     submit(resolved)
     assert needed(slurm) == {task.name: set(task.planned.dependencies()) for task in resolved.tasks}
@@ -212,9 +203,7 @@ def test_a_job_whose_id_was_never_recorded_is_found_again(slurm: FakeSlurm, out:
     assert json.loads(path.read_text("utf-8"))["stages"]["dense"]["id"] == slurm.ids()["dense"]
 
 
-def test_a_refusal_in_the_middle_leaves_a_record_with_which_the_next_call_goes_on(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_the_next_call_goes_on_after_a_refusal(slurm: FakeSlurm, out: Path) -> None:
     slurm.set(refused="mmnmt-shards")
     with pytest.raises(SchedulerError, match=r"does not take the job of mmnmt-shards .*account"):
         submit(graph(out))
@@ -232,9 +221,7 @@ def test_what_is_made_is_skipped_and_not_waited_for(slurm: FakeSlurm, tmp_path: 
 
 
 @pytest.mark.parametrize("state", ["FAILED", "COMPLETED"])
-def test_a_stage_whose_job_ended_without_its_artifact_is_submitted_again(
-    slurm: FakeSlurm, out: Path, state: str
-) -> None:
+def test_jobs_without_artifacts_are_resubmitted(slurm: FakeSlurm, out: Path, state: str) -> None:
     submit(graph(out))
     first = slurm.ids()
     slurm.become(first["lengths"], state)
@@ -255,9 +242,7 @@ def test_a_job_that_slurm_has_forgotten_is_not_taken_for_done(slurm: FakeSlurm, 
     assert slurm.ids()["lengths"] in slurm.live().values()
 
 
-def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_accounting_tells_how_a_forgotten_job_ended(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out).chosen(only=["corpus"]))
     (slurm.bin / "sacct").write_text(
         "#!/bin/sh\necho 'PREEMPTED|2026-11-23T12:00:00'\necho 'TIMEOUT|2026-11-23T13:00:00'\n",
@@ -288,9 +273,7 @@ def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_cancele
     assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
 
 
-def test_a_job_that_still_ends_is_kept_if_it_was_requeued_and_followed_if_it_was_canceled(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_a_job_that_still_ends_is_kept_or_followed(slurm: FakeSlurm, out: Path) -> None:
     """A user cancels and submits again while the stage still saves its state."""
     submit(graph(out).chosen(only=["corpus"]))
     first = slurm.ids()["corpus"]
@@ -304,9 +287,7 @@ def test_a_job_that_still_ends_is_kept_if_it_was_requeued_and_followed_if_it_was
     assert slurm.jobs[slurm.ids()["corpus"]]["after"] == f"afterany:{first}"
 
 
-def test_another_setting_resubmits_the_stage_and_what_follows_it(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_another_setting_resubmits_what_follows(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     first = slurm.ids()
     submit(graph(out, **OTHER_TOKENIZER))
@@ -321,9 +302,7 @@ def test_another_setting_resubmits_the_stage_and_what_follows_it(
     assert slurm.ids() == second
 
 
-def test_a_running_job_keeps_running_where_only_its_resources_changed(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_a_running_job_stays_if_its_resources_change(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     first = slurm.ids()
     slurm.become(first["corpus"], "RUNNING")
@@ -357,9 +336,7 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
         assert needed(slurm)["clean"] == {"corpus"}
 
 
-def test_training_that_runs_is_canceled_only_if_that_is_asked_for(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_running_training_is_canceled_only_if_asked(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     first = slurm.ids()
     slurm.become(first["dense"], "RUNNING")
@@ -371,9 +348,7 @@ def test_training_that_runs_is_canceled_only_if_that_is_asked_for(
     assert "--overwrite" in slurm.jobs[slurm.ids()["dense"]]["stage"]
 
 
-def test_a_left_out_stage_is_waited_for_if_it_is_submitted_and_else_asked_for(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_a_left_out_stage_is_waited_or_asked_for(slurm: FakeSlurm, out: Path) -> None:
     with pytest.raises(ArtifactError, match="corpus, which is not made yet"):
         submit(graph(out).chosen(only=["clean"]))
     submit(graph(out).chosen(only=["corpus"]))
@@ -425,9 +400,7 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     assert theirs.jobs == ours.jobs
 
 
-def test_printed_commands_tell_stages_apart_by_all_characters_of_their_names(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_printed_commands_tell_similar_names_apart(slurm: FakeSlurm, out: Path) -> None:
     """Variables of bash have neither hyphens nor letters beyond ASCII."""
     names = ("moe-a", "moe_a", "mo\u00e9_a", "mo\u00e8_a")
     path, stages = out.with_name("names.toml"), ""
@@ -552,9 +525,7 @@ def test_a_finished_stage_whose_settings_change_is_stale_and_did_not_fail(
     assert status(changed)["corpus"].startswith("corpus stale corpus.max_train_lines: ")
 
 
-def test_a_stage_that_ended_well_while_the_scheduler_was_asked_is_done(
-    slurm: FakeSlurm, tmp_path: Path
-) -> None:
+def test_a_stage_that_ends_meanwhile_is_done(slurm: FakeSlurm, tmp_path: Path) -> None:
     resolved = tiny(tmp_path).chosen(only=["corpus"])
     submit(resolved)
 
@@ -594,9 +565,7 @@ def test_the_row_of_a_canceled_stage_tells_where_it_stopped(slurm: FakeSlurm, ou
     assert f"dense {job}.0" not in found, "it is told twice"
 
 
-def test_a_start_whose_first_node_crashed_is_told_while_the_job_waits_to_start_again(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_a_start_whose_first_node_crashed_is_told(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     job = slurm.ids()["dense"]
     folder = write_start(out / "dense", Start(f"{job}.0", START, ("node1", "node2"), ()))
@@ -631,9 +600,7 @@ def quiet(_: str) -> None:
     pass
 
 
-def test_status_tells_why_stages_wait_and_why_they_were_canceled(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_status_tells_why_stages_wait_or_ended(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     ids = slurm.ids()
     assert status(graph(out))["clean"].endswith("after corpus")
@@ -662,9 +629,7 @@ def test_status_tells_why_a_job_never_came_to_start_its_stage(slurm: FakeSlurm, 
     assert told in status(graph(out))["corpus"]
 
 
-def test_a_stage_whose_submission_slurm_refused_is_missing_and_says_so(
-    slurm: FakeSlurm, out: Path
-) -> None:
+def test_a_stage_whose_submission_was_refused_says_so(slurm: FakeSlurm, out: Path) -> None:
     slurm.set(refused="mmnmt-corpus")
     with pytest.raises(SchedulerError):
         submit(graph(out))

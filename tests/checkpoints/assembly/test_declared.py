@@ -110,9 +110,7 @@ def test_row_12_is_declared_in_ten_lines() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_dry_run_writes_nothing_and_prints_every_module(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_prints_every_module_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
     before = {*Path().iterdir()}
     name = declare(ROW_12)
     assert main(["upcycle", name, "--dry-run"]) == 0
@@ -218,9 +216,7 @@ def test_the_function_check_measures_what_the_masks_did(
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_part_that_starts_fresh_has_no_function_to_compare(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_fresh_part_has_no_function_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     text = ROW_12.replace('decoder = "moe_lgr"', 'decoder = "fresh"').replace(
         'moe_lgr = "moe_lgr"\n', ""
     )
@@ -266,9 +262,7 @@ def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(l
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_new_vocabulary_keeps_rows_by_piece_and_averages_the_rest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_new_vocabulary_keeps_or_averages_rows(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["ein ganzer Satz mit Wörtern", "whichever sentence goes on", "слова и три слова"]
     m2m100_folder(Path("bigger"), pieces=90, lines=[*LINES, *more])
     assert main(["checkpoint", "import", "bigger", "--out", "vocabulary"]) == 0
@@ -372,9 +366,7 @@ def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_declaration_takes_no_recipe_and_needs_an_output(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_declaration_needs_an_output_and_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upcycle", declare(ROW_12)]) == 2
     assert "Pass --out DIR, or --dry-run" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -106,9 +106,7 @@ def test_the_body_of_a_subword_model_becomes_a_byte_model_with_a_fresh_front(
 
 @pytest.mark.parametrize("front", ["ada-msha", "ada-msha +lid", "ncf", "wsf", "converter layers"])
 @pytest.mark.parametrize("router", ["token", "language_group"])
-def test_a_dense_model_with_a_front_gets_experts_and_keeps_its_front(
-    folder: Path, front: str, router: str
-) -> None:
+def test_a_dense_model_with_a_front_gets_experts(folder: Path, front: str, router: str) -> None:
     if front == "converter layers":
         spec = fronted_byte_spec({"kind": "subwords"}, model={"converter_layers": 1})
     else:

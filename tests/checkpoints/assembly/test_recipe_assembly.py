@@ -180,8 +180,7 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     plan, tensors = assembled(GROUP_ROUTED, parts, UpcyclingConfig(mask_ratio=0.5))
     assert {entry.rule for entry in plan} == {"copied", "group router of token router"}
     torch.testing.assert_close(
-        logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED),
-        logits(load_model(moe), TOKEN_ROUTED),
+        logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED), logits(load_model(moe), TOKEN_ROUTED)
     )
 
 
@@ -220,7 +219,7 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert rules == {"copied", "expert of expert", "rows of more experts"}
 
 
-def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
+def test_more_experts_lengthen_other_routers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_router(spec: ModelSpec, moe: MoEConfig, **_: object) -> nn.Module:
@@ -260,11 +259,7 @@ def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
             r"has shape \(\d+, 16\), .* needs \(48, 16\)",
         ),
         ("dense", byte_spec(moe=MOE, width=32), r"has shape \(\d+, 16\), .* needs \(\d+, 32\)"),
-        (
-            "moe_lgr",
-            byte_spec(moe=MOE, groups=4),
-            r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)",
-        ),
+        ("moe_lgr", byte_spec(moe=MOE, groups=4), r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)"),
     ],
     ids=["experts", "lost", "to dense", "no layer", "width", "model width", "groups"],
 )
@@ -340,9 +335,7 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     assert any(row.startswith("encoder routers") and row.endswith("fresh") for row in rows)
 
 
-def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
-    dense: Artifact, tmp_path: Path
-) -> None:
+def test_converter_layers_are_added_and_taken_away_again(dense: Artifact, tmp_path: Path) -> None:
     """Their language tokens are those of the vocabulary, which the source does not note."""
     model = DENSE.model.model_copy(update={"converter_layers": 1})
     upcycle.run(upcycle_call(tmp_path / "told", model, dict.fromkeys(PARTS, dense)))
@@ -363,9 +356,7 @@ def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
     assert torch.equal(logits(plain, DENSE), logits(load_model(dense), DENSE))
 
 
-def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
-    dense: Artifact, tmp_path: Path
-) -> None:
+def test_a_fresh_group_routed_decoder_takes_given_groups(dense: Artifact, tmp_path: Path) -> None:
     numbers = dict(zip(DENSE.languages, (1, 0, 1, 1), strict=True))
     artifacts = {
         "embeddings": dense,
@@ -378,7 +369,7 @@ def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
     assert (spec.language_groups, spec.model.initialization) == ((1, 0, 1, 1), "fairseq")
 
 
-def test_sources_that_do_not_belong_together_are_refused(
+def test_sources_of_other_models_are_refused(
     dense: Artifact, moe_lgr: Artifact, tmp_path: Path
 ) -> None:
     groups = make_groups(tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True)))

@@ -23,11 +23,7 @@ from pipeline.errors import ConfigError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as pretrained": {},
-    "gelu, not scaled": {
-        "languages": BEYOND,
-        "activation": "gelu",
-        "scale_embedding": False,
-    },
+    "gelu, not scaled": {"languages": BEYOND, "activation": "gelu", "scale_embedding": False},
     "post-norm": {"norm": "post", "positions": "learned", "embedding_norm": True},
     "target's tag, untied": {"tag_scheme": "tgt", "embedding": {"output": "untied"}},
 }
@@ -150,9 +146,7 @@ def test_a_trained_model_translates_its_test_set_as_here(
             )
 
 
-def test_without_the_package_one_sentence_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_a_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
     with pytest.raises(ConfigError, match=r"pip install 'mmnmt\[export\]'"):
         export_to_ctranslate2.installed_package()

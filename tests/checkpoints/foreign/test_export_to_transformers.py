@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported_models import (
-    BEYOND,
-    HUNDRED,
-    TRANSFORMERS_5,
-    named_tokenizer,
-    own_checkpoint,
-)
+from support.exported_models import BEYOND, HUNDRED, TRANSFORMERS_5, named_tokenizer, own_checkpoint
 from support.foreign_models import (
     LINES,
     PAIRS,
@@ -154,12 +148,7 @@ def test_translations_are_ours_token_for_token(beams: int, exported: Exported) -
         limit=20,
     )
     theirs = their_translations(
-        exported.model.double(),
-        exported.tokenizer,
-        LINES,
-        beams=beams,
-        limit=20,
-        tag=exported.tag,
+        exported.model.double(), exported.tokenizer, LINES, beams=beams, limit=20, tag=exported.tag
     )
     exported.model.float()
     assert [tuple(exported.rows[index] for index in one) for one in theirs] == ours

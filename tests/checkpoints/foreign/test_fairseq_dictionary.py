@@ -71,9 +71,7 @@ def test_every_scheme_spells_a_token_as_it_is_read(tmp_path: Path) -> None:
     assert spelled == ["__de__", "<2de>", "[de]", "LANG_TOK_DE"]
 
 
-def test_languages_that_the_dictionary_lacks_follow_it_in_the_order_of_the_task(
-    tmp_path: Path,
-) -> None:
+def test_languages_that_the_dictionary_lacks_follow_in_the_task_s_order(tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path, languages=("fr",))
     languages = ["ru", "fr", "de"]
     found = files.vocabulary.tokenizer(
@@ -143,9 +141,7 @@ def test_a_line_is_ended_by_nothing_but_a_line_break(tmp_path: Path) -> None:
         (["▁nothing 9", "▁of 8", "__en__ 1"], "of one checkpoint"),
     ],
 )
-def test_a_dictionary_of_other_pieces_is_refused(
-    lines: list[str], words: str, tmp_path: Path
-) -> None:
+def test_a_dictionary_of_others_is_refused(lines: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         write(tmp_path, lines).tokenizer(size=7, style="underscores")
 

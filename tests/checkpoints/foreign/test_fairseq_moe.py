@@ -123,9 +123,7 @@ def test_every_expert_is_under_its_global_number_scaled_by_what_training_kept(
                     assert torch.equal(found, expected)
 
 
-def test_one_expert_of_every_token_keeps_its_probability(
-    weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_top_1_experts_keep_the_probability(weights: Weights, files: Files, tmp_path: Path) -> None:
     args = settings(**(MOE | {"moe_top1_expert": True, "moe_second_expert_policy": "sampling"}))
     path = write_ranks(tmp_path, weights, args, ranks=2)
     moe = open_foreign(path, vocabulary=files.vocabulary).spec.model.moe
@@ -135,9 +133,7 @@ def test_one_expert_of_every_token_keeps_its_probability(
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_the_missing_file_of_a_rank_is_named(
-    rank: int, weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_a_missing_rank_is_named(rank: int, weights: Weights, files: Files, tmp_path: Path) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=4)
     (tmp_path / f"checkpoint_2-rank-{rank}.pt").unlink()
     with pytest.raises(CheckpointError, match=rf"checkpoint_2-rank-{rank}\.pt, .* is missing"):
@@ -163,7 +159,7 @@ def test_files_of_ranks_that_do_not_belong_together_are_refused(
         open_foreign(path, vocabulary=files.vocabulary)
 
 
-def test_files_that_more_ranks_left_behind_are_refused(
+def test_files_left_by_more_ranks_are_refused(
     weights: Weights, files: Files, tmp_path: Path
 ) -> None:
     write_ranks(tmp_path, weights, settings(**MOE), ranks=4)
@@ -208,9 +204,7 @@ def test_the_file_of_a_rank_is_no_model(weights: Weights, files: Files, tmp_path
         open_foreign(tmp_path / "checkpoint_2-rank-1.pt", vocabulary=files.vocabulary)
 
 
-def test_the_record_is_of_the_files_of_all_ranks(
-    weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_the_record_has_files_of_all_ranks(weights: Weights, files: Files, tmp_path: Path) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=2)
     before = open_foreign(path, vocabulary=files.vocabulary).record
     name = "decoder.layers.1.moe_layer.experts.3.fc2.bias"

@@ -148,9 +148,7 @@ def a_list(path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_is_no_checkpoint_is_refused(write: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     write(path)
     before = set(tmp_path.iterdir())
@@ -177,9 +175,7 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(
     ],
     ids="none, empty, list, number for name, lines, expanded, sparse, no values".split(", "),
 )
-def test_weights_are_ordinary_tensors_all_of_whose_values_are_there(
-    found: object, tmp_path: Path
-) -> None:
+def test_weights_are_ordinary_tensors_with_all_values(found: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         StateDict.checked(tmp_path, found)
 

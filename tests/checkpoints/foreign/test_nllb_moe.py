@@ -43,7 +43,7 @@ def largest_difference(folder: Path, peer: Any, pairs: list[tuple[str, str]]) ->
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_whatever_drops_no_token_has_the_library_s_logits_on_padded_input(
+def test_logits_equal_the_library_s_where_none_drop(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     peer = nllb_moe_folder(tmp_path, **changes)
@@ -51,9 +51,7 @@ def test_whatever_drops_no_token_has_the_library_s_logits_on_padded_input(
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_experts_that_are_full_drop_the_tokens_that_the_library_drops(
-    prioritized: bool, tmp_path: Path
-) -> None:
+def test_full_experts_drop_what_the_library_drops(prioritized: bool, tmp_path: Path) -> None:
     settings = {"moe_eval_capacity_token_fraction": 0.3, "batch_prioritized_routing": prioritized}
     peer = nllb_moe_folder(tmp_path, **settings)
     assert largest_difference(tmp_path, peer, ALONE) < 1e-5
@@ -93,9 +91,7 @@ def test_what_our_routers_lack_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_factor_of_an_expert_s_output_is_not_rounded_to_the_stored_type(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_factor_of_outputs_is_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     peer = nllb_moe_folder(tmp_path)
     peer.to(dtype).save_pretrained(tmp_path)
     source = open_foreign(tmp_path)

@@ -95,9 +95,7 @@ def test_ids_of_lines_in_all_scripts_are_those_of_the_library(kind: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 @pytest.mark.parametrize("kind", ["M2M100Tokenizer", "NllbTokenizer"])
-def test_exported_ids_are_ours_on_5000_lines_in_all_scripts(
-    kind: str, model_type: str, tmp_path: Path
-) -> None:
+def test_exported_ids_are_ours_in_all_scripts(kind: str, model_type: str, tmp_path: Path) -> None:
     """M2M-100 has all languages of the lines; Cherokee makes the layout NLLB's."""
     codes = {*bible_lines(0, english=True), *(["chr"] if kind == "NllbTokenizer" else [])}
     model = own_bible_model(model_type)
@@ -130,7 +128,7 @@ def test_exported_ids_are_ours_on_5000_lines_in_all_scripts(
     ],
     ids=str,
 )
-def test_exported_tokenizer_json_has_the_pieces_of_sentencepiece(
+def test_tokenizer_json_has_sentencepiece_s_pieces(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """The tokenizers library reads it, of which transformers' fast tokenizers are made."""
@@ -149,7 +147,7 @@ def test_exported_tokenizer_json_has_the_pieces_of_sentencepiece(
 
 
 @pytest.mark.parametrize("settings", [{"model_type": "char"}, {"user_defined_symbols": ["the"]}])
-def test_a_vocabulary_beyond_the_tokenizers_library_has_no_tokenizer_json(
+def test_other_vocabularies_have_no_tokenizer_json(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     model = own_sentencepiece(**settings)
@@ -187,7 +185,7 @@ def test_text_like_a_token_is_text_also_where_the_library_makes_a_token_of_it(
     ("kind", "spellings"),
     [("NllbTokenizer", NLLB_LANGUAGES), ("MBart50Tokenizer", MBART50_LANGUAGES)],
 )
-def test_every_language_has_its_token_and_a_code_of_its_own(
+def test_every_language_has_a_token_and_code(
     kind: str, spellings: list[str], tmp_path: Path
 ) -> None:
     theirs, ours = both(kind, sentencepiece_model(), tmp_path)
@@ -212,9 +210,7 @@ def test_every_language_has_its_token_and_a_code_of_its_own(
         ("twi_Latn", "twi"),
     ],
 )
-def test_nllb_s_languages_have_the_registry_s_codes_and_stay_apart(
-    spelling: str, code: str
-) -> None:
+def test_nllb_s_languages_have_codes_of_their_own(spelling: str, code: str) -> None:
     assert model_codes(NLLB_LANGUAGES)[spelling] == code
 
 
@@ -246,9 +242,7 @@ def test_ids_of_languages_are_read_from_the_file_that_has_them(
     assert files.description.numbering.language_tokens == (tokens or {"de": 70})
 
 
-def test_languages_of_a_folder_that_lists_none_are_those_of_the_published_models(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_that_lists_no_languages_has_the_published_ones(tmp_path: Path) -> None:
     model = sentencepiece_model()
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
     found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
