@@ -118,7 +118,6 @@ def cut(model: Transformer, *, seed: int) -> list[Piece]:
 
 
 def make_run(run_dir: Path, models: Mapping[int, Transformer]) -> Path:
-    """A run folder with a state per update, and the last model's weights as the best."""
     for update, model in models.items():
         directory = run_dir / "states" / f"update-{update:07d}"
         make_state(directory, cut(model, seed=update), update=update, parts=2)
@@ -215,12 +214,7 @@ def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> N
         (tmp_path / "lost.run", 1, ArtifactError, r"lost.run does not exist\. Name OUT.run"),
         (tmp_path / "no" / "x", 9, ArtifactError, r"no/x does not exist\. Name OUT.run"),
         (run_dir, 3, ArtifactError, r"moe.run holds 2 training states, not 3"),
-        (
-            tmp_path / "moe",
-            1,
-            ArtifactError,
-            r"moe holds 0 training states.*Name the run directory",
-        ),
+        (tmp_path / "moe", 1, ArtifactError, r"moe holds 0 training states.*Name the run di"),
         (run_dir, 2, CheckpointError, r"update-0000002 .* it has \d+ of 512 values"),
     ):
         with pytest.raises(error, match=words):

@@ -284,24 +284,16 @@ def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
             CheckedState(state).fill([target])
 
 
-@pytest.mark.parametrize(
-    "progress",
-    [
-        Position(),
-        Position(
-            update=7, cursor=(2, 3), validated=6, best_perplexity=12.25, best_update=6, seconds=1.5
-        ),
-    ],
-)
-def test_progress_survives_json(progress: Position) -> None:
-    assert Position.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+def test_progress_survives_json() -> None:
+    later = Position(update=7, cursor=(2, 3), validated=6, best_perplexity=12.25, best_update=6)
+    for progress in (Position(), later):
+        assert Position.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
 # ---------------------------------------------------------------- weights
 
 
 def saved_checkpoint(directory: Path, model: Transformer, *, leave_out: str = "") -> Artifact:
-    """A checkpoint of all tensors but one."""
 
     def change(weights: Weights) -> Weights:
         return {name: value for name, value in weights.items() if name != leave_out}
@@ -323,7 +315,6 @@ def test_a_checkpoint_alone_gives_back_model_shape_and_tokenizer(tmp_path: Path)
 
 
 def sums_and_reads(world: World, directory: Path) -> tuple[dict[str, float], list[str]]:
-    """The sum of each tensor of this rank, and the tensors that it reads from the checkpoint."""
     connect(world)
     saved = open_artifact(directory, kind="checkpoint")
     parallel = expert_parallel_group(world.size, world=world)

@@ -25,7 +25,7 @@ from support.tiny_models import tiny_spec
 from transformers import M2M100ForConditionalGeneration
 
 from pipeline import cli
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
@@ -60,20 +60,13 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
         ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"top_k": 1})},
-            "model.moe.top_k = 1.*only 2. No format supports it",
-        ),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"combine_weights": "probability"})},
-            "combine_weights = 'probability'",
-        ),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"evaluation_capacity_factor": 1.0})},
-            "evaluation_capacity_factor = 1.0",
+        *(
+            ("hf-nllb-moe", {"moe": MOE.model_copy(update={name: value})}, said)
+            for name, value, said in (
+                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports it"),
+                ("combine_weights", "probability", "combine_weights = 'probability'"),
+                ("evaluation_capacity_factor", 1.0, "evaluation_capacity_factor = 1.0"),
+            )
         ),
     ],
 )
@@ -303,6 +296,30 @@ def test_a_trained_model_is_exported_for_a_group_of_its_languages(
 # ---------------------------------------------------------------- model cards
 
 
+def trained(
+    folder: Path, checkpoint: Path, stage: str, inputs: dict[str, InputRecord], **config: Any
+) -> Path:
+    """A checkpoint as a stage makes it of these inputs, with the files of another."""
+    taken = open_artifact(checkpoint, kind="checkpoint")
+    with new_artifact(
+        folder / "trained", kind="checkpoint", stage=stage, config=config, inputs=inputs
+    ) as writer:
+        for name in taken.names():
+            writer.take_over(name, taken)
+        writer.summary.append("80 updates")
+    return folder / "trained"
+
+
+def card_of(checkpoint: Path, **export: Any) -> str:
+    out_dir = checkpoint.parent / "out"
+    export_checkpoint(checkpoint, out_dir=out_dir, export=Export(**{"to": "hf-m2m100"} | export))
+    return (out_dir / "README.md").read_text("utf-8")
+
+
+def example_of(card: str) -> str:
+    return card.split("```python\n")[1].split("```")[0]
+
+
 def header(card: str) -> list[str]:
     first, head, _ = card.split("---\n", 2)
     assert not first
@@ -312,9 +329,7 @@ def header(card: str) -> list[str]:
 def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     source = own_checkpoint(tmp_path / "checkpoint", languages=("de", "en", "no"))
-    export = Export(to="hf-m2m100", license="cc-by-nc-4.0")
-    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    card = card_of(source.origin, license="cc-by-nc-4.0")
     assert yaml.safe_load("\n".join(header(card))) == {
         "language": ["de", "en", "no"],
         "license": "cc-by-nc-4.0",
@@ -337,21 +352,13 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
         }
         writer.summary.append("read 1,300 training lines")
     inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
-    taken = open_artifact(checkpoint, kind="checkpoint")
-    config = {"optimizer": {"learning_rate": 0.5}}
-    with new_artifact(
-        tmp_path / "trained", kind="checkpoint", stage="finetune", config=config, inputs=inputs
-    ) as writer:
-        for name in taken.names():
-            writer.take_over(name, taken)
-        writer.summary.append("80 updates")
-    trained = open_artifact(tmp_path / "trained", kind="checkpoint")
+    made = trained(tmp_path, checkpoint, "finetune", inputs, optimizer={"learning_rate": 0.5})
     with new_artifact(
         tmp_path / "answers",
         kind="translations",
         stage="translate",
         config={},
-        inputs={"checkpoint": trained.as_input},
+        inputs={"checkpoint": open_artifact(made, kind="checkpoint").as_input},
     ):
         pass
     answers = open_artifact(tmp_path / "answers", kind="translations").as_input
@@ -364,9 +371,7 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     ) as writer:
         scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
         writer.statistics["systems"] = {"ours": scores, "theirs": scores}
-    export = Export(to="hf-m2m100", scores_dir=tmp_path / "scores")
-    export_checkpoint(tmp_path / "trained", out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    card = card_of(made, scores_dir=tmp_path / "scores")
     assert "1,234 sentence pairs for training." in card
     assert "| de-en | 1,234 |\n" in card
     assert "de-fr" not in card
@@ -380,9 +385,7 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
 def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
     """The stored run was made in a folder that is not there."""
     unpack_stored_run(tmp_path)
-    export = Export(to="hf-m2m100", scores_dir=tmp_path / "run" / "evaluation")
-    export_checkpoint(tmp_path / "run" / "dense", out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    card = card_of(tmp_path / "run" / "dense", scores_dir=tmp_path / "run" / "evaluation")
     assert "Some of its inputs could not be found: mixture, shards." in card
     assert "It is not known which of these systems is this model." in card
     assert "| MMNMT | into pivot | bleu | 0.88 |\n" in card
@@ -411,20 +414,12 @@ def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
         pass
     with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
-    taken = open_artifact(checkpoint, kind="checkpoint")
     inputs = {
         "mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input,
         "shards": open_artifact(tmp_path / "shards", kind="shards").as_input,
     }
-    with new_artifact(
-        tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
-    ) as writer:
-        for name in taken.names():
-            writer.take_over(name, taken)
-    out = tmp_path / "out"
-    export_checkpoint(tmp_path / "trained", out_dir=out, export=Export(to="hf-m2m100"))
-    card = (out / "README.md").read_text("utf-8")
-    code = card.split("```python\n")[1].split("```")[0]
+    card = card_of(trained(tmp_path, checkpoint, "pretrain", inputs))
+    code = example_of(card)
     assert f'src_lang="{nllb_token(source)}"' in code
     assert f'convert_tokens_to_ids("{nllb_token(target)}")' in code
     for language in languages:
@@ -438,7 +433,7 @@ def test_imported_tokens_in_ctranslate2(tmp_path: Path, capsys: pytest.CaptureFi
     export_checkpoint(tmp_path / "ours", out_dir=out, export=Export(to="ctranslate2"))
     vocabulary = json.loads((out / "shared_vocabulary.json").read_text("utf-8"))
     assert {"eng_Latn", "deu_Latn", "prs_Arab", "zho_Hant"} <= set(vocabulary)
-    code = (out / "README.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
+    code = example_of((out / "README.md").read_text("utf-8"))
     assert 'tokens = ["eng_Latn"' in code
     exec(code.replace('"DIR', f'"{out}'))
     assert capsys.readouterr().out.strip()
@@ -457,22 +452,20 @@ def test_a_card_names_the_versions_of_transformers_that_compute_its_model(tmp_pa
         ({"languages": BEYOND, "tokenizer": char}, extra),  # without tokenizer.json
     ]
     for number, (settings, expected) in enumerate(cases):
-        source, out = own_checkpoint(tmp_path / f"{number}", **settings), tmp_path / f"out{number}"
-        to: Format = "hf-nllb-moe" if "moe" in settings else "hf-m2m100"
-        export_checkpoint(source.origin, out_dir=out, export=Export(to=to))
-        assert f'pip install "{expected}"\n' in (out / "README.md").read_text("utf-8")
+        source = own_checkpoint(tmp_path / f"{number}" / "checkpoint", **settings)
+        to = "hf-nllb-moe" if "moe" in settings else "hf-m2m100"
+        assert f'pip install "{expected}"\n' in card_of(source.origin, to=to)
 
 
-@pytest.mark.parametrize("languages", [HUNDRED, BEYOND])
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(
+    ("to", "languages"),
+    [*((to, BEYOND) for to in FORMATS), *((to, HUNDRED) for to in FORMATS if to != "ctranslate2")],
+)
 def test_the_lines_that_a_card_gives_load_the_model(
     to: Format, languages: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moe = MOE if to == "hf-nllb-moe" else None
     source = own_checkpoint(tmp_path / "checkpoint", languages=languages, moe=moe)
-    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
-    code = card.split("```python\n")[1].split("```")[0]
-    out = str(tmp_path / "out")
-    exec(code.replace('"DIR', f'"{out}'))
+    code = example_of(card_of(source.origin, to=to))
+    exec(code.replace('"DIR', f'"{tmp_path / "out"}'))
     assert capsys.readouterr().out.strip()

@@ -57,7 +57,6 @@ def with_idle_experts(spec: ModelSpec, idle: Mapping[str, Sequence[int]]) -> Tra
 
 
 def batches_by_target(spec: ModelSpec) -> list[tuple[int, Batch]]:
-    """Batches of one target language each, with the language; the last has none into it."""
     examples = random_examples(spec, sentences=48, seed=5)
     return [
         (language, collate([e for e in examples if e.target_language == language], eos_id=EOS_ID))
@@ -161,7 +160,7 @@ def restrict(model: Transformer, plan: PruningPlan) -> None:
         moe_layers(model)[entry.layer].router.register_forward_hook(mask)
 
 
-@pytest.mark.parametrize("experts", [2, 3, 5])
+@pytest.mark.parametrize("experts", [2, 5])
 def test_a_pruned_model_is_the_whole_one_restricted(tmp_path: Path, experts: int) -> None:
     model = tiny_model(SPEC).eval()
     routing, _ = count_routes(model)
@@ -187,7 +186,7 @@ def test_a_pruned_checkpoint_records_the_models_codes(tmp_path: Path) -> None:
         assert config["prune_experts"] == {"languages": ["de", "fr"], "experts": 3}
 
 
-@pytest.mark.parametrize("languages", [["fr"], ["en", "de"], ["en", "de", "en"]])
+@pytest.mark.parametrize("languages", [["fr"], ["en", "de", "en"]])
 def test_the_most_routed_experts_are_kept(tmp_path: Path, languages: list[str]) -> None:
     model = tiny_model(SPEC).eval()
     routing, routes = count_routes(model)
@@ -195,9 +194,7 @@ def test_the_most_routed_experts_are_kept(tmp_path: Path, languages: list[str]) 
     plan = prune_experts(whole, languages=languages, experts=3, out_dir=tmp_path / "pruned")
     kept = total = 0
     for entry in plan.layers:
-        counts: Counter[int] = sum(
-            (routes[entry.layer, code] for code in set(languages)), Counter()
-        )
+        counts: Counter[int] = sum((routes[entry.layer, one] for one in set(languages)), Counter())
         by_mass = sorted(range(6), key=counts.__getitem__, reverse=True)
         assert entry.experts == tuple(sorted(by_mass[:3]))
         kept_here = sum(counts[expert] for expert in entry.experts)

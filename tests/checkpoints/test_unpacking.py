@@ -1,13 +1,12 @@
 """A model from elsewhere gets experts and is trained on: from its folder to lower losses."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from support.foreign_models import LINES, m2m100_folder
+from support.forked import run_command
 from support.raw_trees import write
 
 from pipeline.artifacts.artifact import open_artifact
@@ -55,7 +54,6 @@ TEXTS = [f"{line} {other}" for line in LINES for other in LINES if len(line + ot
 
 @pytest.fixture
 def upcycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """M2M-100 with four experts in every second layer."""
     monkeypatch.chdir(tmp_path)
     m2m100_folder(Path("m2m100"))
     Path("assembly.toml").write_text(ASSEMBLY, encoding="utf-8")
@@ -65,13 +63,6 @@ def upcycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str) -> None:
     assert main(list(arguments)) == 0
-
-
-def in_a_process(*arguments: str) -> None:
-    """DeepSpeed keeps the process group of the first training of a process."""
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -93,7 +84,9 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     run("make_shards", "--recipe", recipe, *given, "--out", "shards")
     run("mix", "--recipe", recipe, "--shards", "shards", "--out", "mixture")
     given = ["--shards", "shards", "--mixture", "mixture", "--checkpoint", str(upcycled)]
-    in_a_process("finetune", "--recipe", recipe, *given, "--out", "tuned")
+    # DeepSpeed keeps the process group of the first training of a process.
+    done = run_command(["finetune", "--recipe", recipe, *given, "--out", "tuned"])
+    assert done.returncode == 0, done.stderr
     curve = [
         record["loss"]
         for line in Path("tuned/metrics.jsonl").read_text(encoding="utf-8").splitlines()

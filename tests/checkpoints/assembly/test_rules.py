@@ -12,13 +12,11 @@ TENSORS = {"up.weight": (128, 64), "up.bias": (128,), "down.weight": (64, 128), 
 
 
 def dense_layer() -> dict[str, Tensor]:
-    """A dense layer without zeros."""
     generator = torch.Generator().manual_seed(1)
     return {name: torch.rand(shape, generator=generator) + 0.5 for name, shape in TENSORS.items()}
 
 
 def experts(config: UpcyclingConfig, ids: list[int]) -> dict[int, dict[str, Tensor]]:
-    """Experts made of a dense layer, in the order of the ids."""
     return {
         index: {
             name: diversified(value, f"{LAYER}.experts.{index}.{name}", config)

@@ -39,8 +39,6 @@ LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
 
 @dataclass(frozen=True)
 class Files:
-    """A vocabulary on disk, and what its dictionary numbers."""
-
     vocabulary: FairseqVocabulary
     symbols: dict[str, int]
     """Symbol → id, language tokens included."""
@@ -67,7 +65,6 @@ def vocabulary_files(
 
 
 def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
-    """A configuration of transformers of the sizes in ``SIZES``."""
     shared: dict[str, object] = {
         **SETTINGS,
         "activation_function": "relu",
@@ -85,7 +82,6 @@ def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
 
 
 def as_fairseq(peer: Any) -> dict[str, Tensor]:
-    """The weights of a model of transformers by fairseq's names."""
     weights = {
         name.removeprefix("model."): value.detach().clone()
         for name, value in peer.state_dict().items()

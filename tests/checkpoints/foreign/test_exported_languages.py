@@ -60,14 +60,12 @@ BIBLIOGRAPHIC = (
 
 
 def imported(make: Callable[[Path], Any], folder: Path) -> ModelSource:
-    """A model of another library as a checkpoint of ours."""
     make(folder / "theirs")
     import_checkpoint(folder / "theirs", out_dir=folder / "ours")
     return own_source(open_artifact(folder / "ours", kind="checkpoint"))
 
 
 def upcycled(make: Callable[[Path], Any], folder: Path) -> ModelSource:
-    """The imported model with experts, by the commands that a user gives."""
     source = imported(make, folder)
     recipe = folder / "experts.toml"
     model = source.spec.model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)

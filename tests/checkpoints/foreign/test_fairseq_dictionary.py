@@ -16,7 +16,6 @@ TEXTS = [*LINES, "не́что unbekanntes ₿ 漢字", "", "  two  spaces "]
 
 
 def write(directory: Path, lines: Sequence[str]) -> FairseqVocabulary:
-    """A dictionary of these lines beside a SentencePiece model."""
     (directory / "dict.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (directory / "spm.model").write_bytes(sentencepiece_model())
     return FairseqVocabulary(directory / "dict.txt", directory / "spm.model")

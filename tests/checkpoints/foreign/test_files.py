@@ -21,8 +21,6 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=tor
 
 
 class Payload:
-    """Makes a file as it is unpickled."""
-
     def __init__(self, target: Path) -> None:
         self.target = target
 
@@ -84,7 +82,6 @@ def test_state_of_training_that_nobody_needs_is_passed_over(tmp_path: Path) -> N
 
 
 def compressed(path: Path) -> None:
-    """A checkpoint's archive with a compressed entry."""
     torch.save({"model": WEIGHTS}, path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("m/c", b"x" * 1000)

@@ -29,7 +29,7 @@ from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
 )
 
 PIECES = 3000
-TRAINED_LINES, TEST_LINES = 60, 200
+TRAINED_LINES, TEST_LINES = 60, 80
 """Lines per language, of 25 languages. The vocabularies lack some characters of the test lines."""
 BEYOND = 400
 """Rows of an embedding after the pieces: room for all languages."""
@@ -84,7 +84,7 @@ def reversed_vocabulary(model: bytes) -> dict[str, int]:
 def test_ids_of_lines_in_all_scripts_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     theirs, ours = both(kind, bible_model(), tmp_path)
     lines = lines_of("test", TEST_LINES)
-    assert len(lines) >= 5000
+    assert len(lines) >= 2000
     found = ours.encode_batch(lines)
     for line, ids in zip(lines, found, strict=True):
         assert ids == theirs.convert_tokens_to_ids(theirs.tokenize(line)), line
@@ -93,8 +93,10 @@ def test_ids_of_lines_in_all_scripts_are_those_of_the_library(kind: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-@pytest.mark.parametrize("kind", ["M2M100Tokenizer", "NllbTokenizer"])
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [("M2M100Tokenizer", "unigram"), ("NllbTokenizer", "unigram"), ("NllbTokenizer", "bpe")],
+)
 def test_exported_ids_are_ours_in_all_scripts(kind: str, model_type: str, tmp_path: Path) -> None:
     """M2M-100 has all languages of the lines; Cherokee makes the layout NLLB's."""
     codes = {*bible_lines(0, english=True), *(["chr"] if kind == "NllbTokenizer" else [])}
@@ -105,7 +107,7 @@ def test_exported_ids_are_ours_in_all_scripts(kind: str, model_type: str, tmp_pa
     write_vocabulary(tmp_path, model, layout, max_length=1024)
     theirs = MAKERS[kind].from_pretrained(tmp_path)
     lines = lines_of("test", TEST_LINES)
-    assert len(lines) == 5000
+    assert len(lines) == 2000
     built = ours.build()
     found = built.encode_batch(lines)
     for line, expected in zip(lines, found, strict=True):

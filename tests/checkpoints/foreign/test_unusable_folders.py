@@ -36,7 +36,6 @@ def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(nllb: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
     copy = tmp_path / "model"
     copy.mkdir()
     for path in nllb.iterdir():
@@ -146,10 +145,8 @@ def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path)
 def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
     """As transformers does: it writes a model in one file without removing an older index."""
     older = load_file(folder / WEIGHTS)
-    save_file(older | {NORM: older[NORM] + 1}, folder / "model-00001-of-00001.safetensors")
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {NORM: "model-00001-of-00001.safetensors"}})
-    )
+    save_file(older | {NORM: older[NORM] + 1}, folder / "model-1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
     loaded = M2M100ForConditionalGeneration.from_pretrained(folder).state_dict()[NORM]
     ours = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
     assert torch.equal(ours, loaded)
@@ -220,9 +217,7 @@ def test_nan_inf_and_quantized_weights_are_refused(value: Tensor, said: str, fol
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_other_float_types_stay_as_they_are(dtype: torch.dtype, folder: Path) -> None:
     value = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
-    edit_tensors(
-        folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()})
-    )
+    edit_tensors(folder, lambda every: every.update({k: v.to(dtype) for k, v in every.items()}))
     found = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
     assert torch.equal(found, value.to(dtype))
 
