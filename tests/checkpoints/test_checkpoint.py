@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -161,23 +162,10 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
     pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path, zero_stage: int
 ) -> None:
-    pool2.run(
-        train_and_save,
-        tmp_path,
-        parallel_size=2,
-        zero_stage=zero_stage,
-        updates=range(2),
-        save_as="two",
-    )
+    on_two: Any = partial(pool2.run, train_and_save, tmp_path, parallel_size=2)
+    on_two(zero_stage=zero_stage, updates=range(2), save_as="two")
     [alone] = pool1.run(train_and_save, tmp_path, resume="two", updates=range(2, 2), save_as="one")
-    again = pool2.run(
-        train_and_save,
-        tmp_path,
-        parallel_size=2,
-        resume="one",
-        updates=range(2, 2),
-        save_as="two-again",
-    )
+    again = on_two(resume="one", updates=range(2, 2), save_as="two-again")
     paths = [path for path in state_path(tmp_path, "two").rglob("*") if path.is_file()]
     assert [path.suffix for path in sorted(paths)] == [".json", ".safetensors", ".safetensors"]
     state = assembled(tmp_path, "two")
@@ -195,12 +183,11 @@ def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
 def test_a_state_goes_on_bit_for_bit_on_the_same_ranks_and_to_the_same_weights_on_others(
     request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
 ) -> None:
-    straight = pool2.run(
-        train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight"
-    )
-    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
+    on_two: Any = partial(pool2.run, train_and_save, tmp_path, parallel_size=2)
+    straight = on_two(updates=range(4), save_as="straight")
+    on_two(updates=range(2), save_as="half")
     on: dict[str, Any] = {"resume": "half", "updates": range(2, 4)}
-    resumed = pool2.run(train_and_save, tmp_path, parallel_size=2, save_as="resumed", **on)
+    resumed = on_two(save_as="resumed", **on)
     assert_same_weights(weights_of_all(resumed), weights_of_all(straight))
     assert_same_state(assembled(tmp_path, "resumed"), assembled(tmp_path, "straight"))
     for size, parallel_size in ((1, 1), (2, 1), (4, 2), (4, 4)):

@@ -310,6 +310,14 @@ def trained(
     return folder / "trained"
 
 
+def produced(
+    out_dir: Path, kind: Any, stage: str, inputs: dict[str, InputRecord], **statistics: Any
+) -> InputRecord:
+    with new_artifact(out_dir, kind=kind, stage=stage, config={}, inputs=inputs) as writer:
+        writer.statistics.update(statistics)
+    return open_artifact(out_dir, kind=kind).as_input
+
+
 def card_of(checkpoint: Path, **export: Any) -> str:
     out_dir = checkpoint.parent / "out"
     export_checkpoint(checkpoint, out_dir=out_dir, export=Export(**{"to": "hf-m2m100"} | export))
@@ -353,24 +361,11 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
         writer.summary.append("read 1,300 training lines")
     inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
     made = trained(tmp_path, checkpoint, "finetune", inputs, optimizer={"learning_rate": 0.5})
-    with new_artifact(
-        tmp_path / "answers",
-        kind="translations",
-        stage="translate",
-        config={},
-        inputs={"checkpoint": open_artifact(made, kind="checkpoint").as_input},
-    ):
-        pass
-    answers = open_artifact(tmp_path / "answers", kind="translations").as_input
-    with new_artifact(
-        tmp_path / "scores",
-        kind="evaluation",
-        stage="evaluate",
-        config={},
-        inputs={"systems/ours": answers},
-    ) as writer:
-        scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
-        writer.statistics["systems"] = {"ours": scores, "theirs": scores}
+    inputs = {"checkpoint": open_artifact(made, kind="checkpoint").as_input}
+    inputs = {"systems/ours": produced(tmp_path / "answers", "translations", "translate", inputs)}
+    scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
+    systems = {"ours": scores, "theirs": scores}
+    produced(tmp_path / "scores", "evaluation", "evaluate", inputs, systems=systems)
     card = card_of(made, scores_dir=tmp_path / "scores")
     assert "1,234 sentence pairs for training." in card
     assert "| de-en | 1,234 |\n" in card
@@ -412,11 +407,10 @@ def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
     config = {"mixture": {"targets": targets}}
     with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
         pass
-    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
-        writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
+    pairs = {pair: {"train": count} for pair, count in lines.items()}
     inputs = {
         "mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input,
-        "shards": open_artifact(tmp_path / "shards", kind="shards").as_input,
+        "shards": produced(tmp_path / "shards", "shards", "make_shards", {}, pairs=pairs),
     }
     card = card_of(trained(tmp_path, checkpoint, "pretrain", inputs))
     code = example_of(card)

@@ -27,14 +27,9 @@ def even_routes() -> RoutingStatistics:
     """All experts serve all languages alike but for the last two, which serve none."""
     shape = len(LAYERS), len(LANGUAGES)
     routed_LGE = np.tile([2.0, 2.0, 2.0, 2.0, 0.0, 0.0], (*shape, 1))
-    return RoutingStatistics(
-        layers=LAYERS,
-        languages=LANGUAGES,
-        tokens_LG=np.full(shape, 4.0),
-        entropy_LG=np.ones(shape),
-        routed_LGE=routed_LGE,
-        kept_LGE=routed_LGE,
-    )
+    of_tokens = {"tokens_LG": np.full(shape, 4.0), "entropy_LG": np.ones(shape)}
+    of_experts = {"routed_LGE": routed_LGE, "kept_LGE": routed_LGE}
+    return RoutingStatistics(layers=LAYERS, languages=LANGUAGES, **of_tokens, **of_experts)
 
 
 @pytest.mark.parametrize("front", ["msc", "ada-msha +lid", "wsf"])

@@ -54,17 +54,10 @@ def translated(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> 
 def their_text(peer: Any, tokenizer: Any, tag: int) -> list[str]:
     """Lines that their library translates, one at a time, without the forced tag."""
     peer.generation_config.forced_eos_token_id = None
-    ids = [
-        peer.generate(
-            **tokenizer(line, return_tensors="pt"),
-            forced_bos_token_id=tag,
-            num_beams=5,
-            do_sample=False,
-            early_stopping=False,
-            max_new_tokens=21,
-        )[0, 2:]
-        for line in LINES
-    ]
+    options: dict[str, Any] = {"num_beams": 5, "do_sample": False, "early_stopping": False}
+    options |= {"forced_bos_token_id": tag, "max_new_tokens": 21}
+    encoded = (tokenizer(line, return_tensors="pt") for line in LINES)
+    ids = [peer.generate(**one, **options)[0, 2:] for one in encoded]
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
@@ -92,12 +85,8 @@ def test_an_imported_checkpoint_is_inspected_and_translates_as_its_library_does(
     options = ["--from", "en", "--to", "de", "--recipe", str(tmp_path / "recipe.toml")]
     found = translated(monkeypatch, tmp_path, "--checkpoint", out, *options)
     tokenizer = family.read_tokenizer(tmp_path / "theirs")
-    tag = (
-        tokenizer.get_lang_id("de")
-        if name.endswith("M2M-100")
-        else tokenizer.convert_tokens_to_ids(family.target)
-    )
-    assert [line.strip() for line in found] == their_text(peer, tokenizer, tag)
+    expected = their_text(peer, tokenizer, family.tag(tokenizer))
+    assert [line.strip() for line in found] == expected
     assert len(set(found)) > 1
 
 

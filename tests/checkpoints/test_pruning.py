@@ -202,13 +202,11 @@ def test_the_most_routed_experts_are_kept(tmp_path: Path, languages: list[str]) 
         kept, total = kept + kept_here, total + counts.total()
     assert plan.kept_mass == pytest.approx(kept / total, rel=1e-12)
     made = open_artifact(tmp_path / "pruned", kind="checkpoint")
-    assert made.statistics == {
-        "kept_mass": plan.kept_mass,
-        "layers": {
-            entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
-            for entry in plan.layers
-        },
+    layers = {
+        entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
+        for entry in plan.layers
     }
+    assert made.statistics == {"kept_mass": plan.kept_mass, "layers": layers}
     assert (
         made.manifest.inputs["checkpoint"].digest == open_artifact(whole, kind="checkpoint").digest
     )
@@ -241,14 +239,11 @@ def test_the_layer_that_needs_most_experts_decides(share: float, experts: int) -
     assert at_least_two.num_experts == max(experts, 2)
 
 
+COUNTS = st.lists(st.integers(0, 20), min_size=5, max_size=5).filter(any)
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    counts=st.lists(
-        st.lists(st.integers(0, 20), min_size=5, max_size=5).filter(any), min_size=1, max_size=3
-    ),
-    share=st.floats(0.01, 1.0),
-    top_k=st.integers(1, 5),
-)
+@given(st.lists(COUNTS, min_size=1, max_size=3), st.floats(0.01, 1.0), st.integers(1, 5))
 def test_the_least_number_keeps_a_share(counts: list[list[int]], share: float, top_k: int) -> None:
     plan = plan_pruning(
         statistics_of([[row] for row in counts]), languages=["de"], top_k=top_k, keep_mass=share

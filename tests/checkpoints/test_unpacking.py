@@ -67,14 +67,8 @@ def run(*arguments: str) -> None:
 
 @pytest.mark.slow
 def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
-    write(
-        Path("raw"),
-        {
-            f"de-en/{split}.{code}": "".join(f"{line}\n" for line in TEXTS)
-            for split in ("train", "valid")
-            for code in ("de", "en")
-        },
-    )
+    names = [f"de-en/{split}.{code}" for split in ("train", "valid") for code in ("de", "en")]
+    write(Path("raw"), dict.fromkeys(names, "".join(f"{line}\n" for line in TEXTS)))
     Path("recipe.toml").write_text(TRAINING, encoding="utf-8")
     run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")

@@ -49,16 +49,9 @@ def end(rank: int, kind: End, cause: str = "", update: int | None = None) -> Ran
 
 
 def judged(*ends: RankEnd, **facts: Any) -> Verdict:
-    settings: dict[str, Any] = {
-        "start": START,
-        "code": 1,
-        "asked": None,
-        "saved": START.saved,
-        "history": (),
-        "is_finished": False,
-        "ended": ENDED,
-    }
-    return judge(ends, **settings | facts)
+    given: dict[str, Any] = {"start": START, "code": 1, "asked": None, "saved": START.saved}
+    given |= {"history": (), "is_finished": False, "ended": ENDED} | facts
+    return judge(ends, **given)
 
 
 def everyone(kind: End, cause: str = "", update: int | None = None) -> list[RankEnd]:

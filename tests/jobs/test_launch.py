@@ -152,6 +152,7 @@ CAUSES: list[tuple[str, int | None, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("consequence", "act", "code", "line"),
     [
@@ -178,6 +179,7 @@ def test_the_last_line_and_the_exit_code_are_those_of_the_rank_that_is_the_cause
     assert not any(word in said for said in lines for word in ("gloo", "others wait", "frame #"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "code", "line"),
     [
@@ -337,12 +339,9 @@ def test_ranks_import_as_the_launcher_does(name: str, own: bool, tmp_path: Path)
         "import sys; from pipeline.jobs.launch import launch; "
         f"sys.path[:0] = {[str(tmp_path)] * own}; sys.exit(launch({rank}, processes=1, threads=1))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=60,
-    )
+    command = [sys.executable, "-P", "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
     assert ended.returncode == int(own)
 
 

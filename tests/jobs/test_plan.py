@@ -39,34 +39,12 @@ from pipeline.registry import STAGES
 from pipeline.stage import Input, Stage, stage_config
 from pipeline.terminal import text_table
 
+CORPORA = {"corpus": Input("corpus", "text"), "extra": Input("corpus", "more", False)}
+SHARDS = {"shards": Input("shards", "lengths", many=True)}
 TABLE = {
-    "read": Stage(
-        name="read",
-        module="tiny",
-        makes="corpus",
-        help="raw text into a corpus",
-        sections=("corpus",),
-        inputs={"raw": Input("raw", "a folder")},
-    ),
-    "count": Stage(
-        name="count",
-        module="tiny",
-        makes="shards",
-        help="a corpus into its length",
-        sections=("shards",),
-        inputs={"corpus": Input("corpus", "text"), "extra": Input("corpus", "more", False)},
-        parallel="workers",
-    ),
-    "train": Stage(
-        name="train",
-        module="tiny",
-        makes="checkpoint",
-        help="shards into a model",
-        sections=("training",),
-        inputs={"shards": Input("shards", "lengths", many=True)},
-        parallel="ranks",
-        trains=True,
-    ),
+    "read": Stage("read", "tiny", "corpus", "", ("corpus",), {"raw": Input("raw", "a folder")}),
+    "count": Stage("count", "tiny", "shards", "", ("shards",), CORPORA, "workers"),
+    "train": Stage("train", "tiny", "checkpoint", "", ("training",), SHARDS, "ranks", True),
 }
 
 PLAN = """
@@ -327,19 +305,14 @@ def test_files_that_a_plan_names_lie_beside_it(
 
 
 def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _plan_with(
-        setup,
-        'raw = "$text"',
-        'raw = "$text" }\n[stages.a]\nrun = "count"\n'
-        f'recipe = "{setup.recipe_path}"\ninputs = {{ corpus = "b"',
-    )
-    with Path(path).open("a") as stream:
-        stream.write(f'[stages.b]\nrun = "loop"\nrecipe = "{setup.recipe_path}"\n')
-        stream.write('inputs = { shards = "a" }\n')
+    with setup.plan_path.open("a") as stream:
+        for name, stage, inputs in (("a", "count", 'corpus = "b"'), ("b", "loop", 'shards = "a"')):
+            stream.write(f'[stages.{name}]\nrun = "{stage}"\nrecipe = "{setup.recipe_path}"\n')
+            stream.write(f"inputs = {{ {inputs} }}\n")
     shards = {"shards": Input("shards", "")}
     monkeypatch.setitem(STAGES, "loop", Stage("loop", "tiny", "corpus", "", ("corpus",), shards))
     with pytest.raises(ConfigError, match=r"stages (a → b → a|b → a → b) form a circle"):
-        load_plan(path)
+        load_plan(str(setup.plan_path))
 
 
 def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
@@ -469,12 +442,9 @@ def test_more_processes_change_no_result(setup: Setup) -> None:
 
 
 def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plan_with(
-        setup,
-        "[stages.shards]",
-        f'[stages.again]\nrun = "read"\nrecipe = "{setup.recipe_path}"\n'
-        'inputs = { raw = "$text" }\n[stages.shards]',
-    )
+    again = f'[stages.again]\nrun = "read"\nrecipe = "{setup.recipe_path}"\n'
+    again += 'inputs = { raw = "$text" }\n[stages.shards]'
+    _plan_with(setup, "[stages.shards]", again)
     hashed: list[Path] = []
 
     def count(path: Path) -> str:

@@ -65,14 +65,8 @@ def vocabulary_files(
 
 
 def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
-    shared: dict[str, object] = {
-        **SETTINGS,
-        "activation_function": "relu",
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-    }
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    shared: dict[str, object] = {**SETTINGS, "activation_function": "relu", **ids}
     match kind():
         case FSMTConfig():
             shared |= {"src_vocab_size": size, "tgt_vocab_size": size, "langs": ["en", "de"]}

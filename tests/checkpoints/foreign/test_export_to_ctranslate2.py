@@ -54,12 +54,9 @@ class Peer:
 
     def translate(self, lines: list[str], direction: Direction, **options: Any) -> list[Any]:
         prefix = [[f"__{direction.target}__"]] * len(lines) if self.forced else None
-        found: list[Any] = self.translator.translate_batch(
-            [self.source(line, direction) for line in lines],
-            target_prefix=prefix,
-            return_scores=True,
-            **options,
-        )
+        options |= {"target_prefix": prefix, "return_scores": True}
+        sources = [self.source(line, direction) for line in lines]
+        found: list[Any] = self.translator.translate_batch(sources, **options)
         return found
 
     def text(self, result: Any) -> str:

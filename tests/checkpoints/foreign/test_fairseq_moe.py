@@ -48,15 +48,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def peer(files: Files) -> Any:
-    config = peer_config(
-        NllbMoeConfig,
-        size=files.size,
-        num_experts=EXPERTS,
-        encoder_sparse_step=2,
-        decoder_sparse_step=2,
-        moe_token_dropout=MASKED,
-        scale_embedding=True,
-    )
+    moe = {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": MASKED}
+    moe |= {"num_experts": EXPERTS, "scale_embedding": True}
+    config = peer_config(NllbMoeConfig, size=files.size, **moe)
     return spread(NllbMoeForConditionalGeneration(config), eos_id=2)
 
 

@@ -161,14 +161,9 @@ def test_what_is_no_checkpoint_is_refused(write: Callable[[Path], None], tmp_pat
 @pytest.mark.parametrize(
     "found",
     [
-        None,
-        {},
-        {"a": [1.0]},
-        {1: torch.ones(2)},
-        {"a\nb": torch.ones(2)},
+        *(None, {}, {"a": [1.0]}, {1: torch.ones(2)}, {"a\nb": torch.ones(2)}),
         {"a": torch.ones(1).expand(10**6, 10**6)},
-        {"a": torch.eye(3).to_sparse()},
-        {"a": torch.ones(2, device="meta")},
+        *({"a": torch.eye(3).to_sparse()}, {"a": torch.ones(2, device="meta")}),
     ],
     ids="none, empty, list, number for name, lines, expanded, sparse, no values".split(", "),
 )

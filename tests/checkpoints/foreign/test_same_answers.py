@@ -28,11 +28,7 @@ class Opened:
         self.peer.generation_config.forced_eos_token_id = None
         """mBART's would end what is cut off, which ours does not."""
         self.tokenizer: Any = self.family.read_tokenizer(folder)
-        self.tag: int = (
-            self.tokenizer.get_lang_id("de")
-            if name.endswith("M2M-100")
-            else self.tokenizer.convert_tokens_to_ids(self.family.target)
-        )
+        self.tag = self.family.tag(self.tokenizer)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
