@@ -139,10 +139,8 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
         torch.testing.assert_close(found.double(), expected, rtol=1e-7, atol=1e-12)
     made = open_artifact(tmp_path / "mean", kind="checkpoint")
     assert made.statistics["averaged_updates"] == [9, 10, 100]
-    assert sorted(record.kind for record in made.manifest.inputs.values()) == [
-        "checkpoint",
-        *["training_state"] * 3,
-    ]
+    kinds = sorted(record.kind for record in made.manifest.inputs.values())
+    assert kinds == ["checkpoint", *["training_state"] * 3]
     average_states(run_dir, last=1, out_dir=tmp_path / "one")
     batch = random_batch(SPEC, sentences=2, seed=1)
     one = load_model(open_artifact(tmp_path / "one", kind="checkpoint"))
@@ -203,11 +201,8 @@ def test_a_mean_keeps_a_model_it_replaces(
 def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> None:
     model = tiny_model(SPEC)
     run_dir = make_run(tmp_path / "moe.run", {1: model})
-    pieces = [
-        piece
-        for piece in cut(model, seed=1)
-        if piece.tensor != "encoder.layers.0.feed_forward.up.weight" or piece.start == 0
-    ]
+    name = "encoder.layers.0.feed_forward.up.weight"
+    pieces = [one for one in cut(model, seed=1) if one.tensor != name or one.start == 0]
     make_state(run_dir / "states" / "update-0000002", pieces)
     (tmp_path / "moe").mkdir()
     for run, last, error, words in (

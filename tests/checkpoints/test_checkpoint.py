@@ -85,12 +85,8 @@ def train_and_save(
     parallel = expert_parallel_group(parallel_size, world=world)
     model = build_model(SPEC, expert_parallel=parallel)
     initialize_weights(model, seed=3 if resume else 1)
-    recipe = Recipe(
-        name="test",
-        model=SPEC.model,
-        optimizer=OPTIMIZER,
-        batches=BatchesConfig(micro_batches=MICRO_BATCHES),
-    )
+    batches = BatchesConfig(micro_batches=MICRO_BATCHES)
+    recipe = Recipe(name="test", model=SPEC.model, optimizer=OPTIMIZER, batches=batches)
     engine = Engine(
         model,
         recipe,

@@ -354,10 +354,8 @@ def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
 def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     checkpoint = own_checkpoint(tmp_path / "plain").origin
     with writing(tmp_path / "shards", "shards", "make_shards") as writer:
-        writer.statistics["pairs"] = {
-            "de-en": {"train": 1234, "valid": 5},
-            "de-fr": {"train": 0, "valid": 0},
-        }
+        pairs = {"de-en": {"train": 1234, "valid": 5}, "de-fr": {"train": 0, "valid": 0}}
+        writer.statistics["pairs"] = pairs
         writer.summary.append("read 1,300 training lines")
     inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
     made = trained(tmp_path, checkpoint, "finetune", inputs, optimizer={"learning_rate": 0.5})

@@ -76,21 +76,15 @@ decoder_router = "language_group"
 def commands(shelf: Shelf, broken: Path, tmp_path: Path) -> dict[str, list[str]]:
     recipe, out = tmp_path / "recipe.toml", f"--out={tmp_path / 'out'}"
     recipe.write_text(RECIPE, encoding="utf-8")
-    settings = f"--recipe={recipe}"
+    settings, weights = f"--recipe={recipe}", f"--checkpoint={broken}"
     data = [f"--shards={shelf.path('shards')}", f"--mixture={shelf.path('mixture')}"]
     parts = [f"--{part}={broken}" for part in ("embeddings", "encoder", "decoder")]
     return {
         "upcycle": ["upcycle", settings, *parts, out],
-        "finetune": ["finetune", settings, *data, f"--checkpoint={broken}", out],
-        "translate": [
-            *("translate", settings, f"--corpus={shelf.path('corpus')}"),
-            *(f"--checkpoint={broken}", out),
-        ],
+        "finetune": ["finetune", settings, *data, weights, out],
+        "translate": ["translate", settings, f"--corpus={shelf.path('corpus')}", weights, out],
         "average": ["checkpoint", "average", str(broken), out],
-        "prune": [
-            *("checkpoint", "prune", str(broken), "--languages", "de"),
-            *("--experts", "4", out),
-        ],
+        "prune": ["checkpoint", "prune", str(broken), "--languages=de", "--experts=4", out],
     }
 
 

@@ -331,12 +331,8 @@ def test_a_job_without_a_stage_or_output_says_why(bench: Bench, arguments: list[
 def test_variables_tell_the_ranks_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ["n1", "n2", "n7"]
     monkeypatch.setattr("pipeline.jobs.inside_job.slurm_hosts", lambda *_, **__: hosts)
-    variables = {
-        "SLURM_JOB_NODELIST": "n[1-2,7]",
-        "SLURM_JOB_ID": "9",
-        "SLURM_TASKS_PER_NODE": "2(x2),1",
-    }
-    job = running_job(variables)
+    variables = {"SLURM_JOB_NODELIST": "n[1-2,7]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    job = running_job(variables | {"SLURM_JOB_ID": "9"})
     assert job.nodes == ("n1", "n1", "n2", "n2", "n7")
     assert job.attempt == "9.0"
     assert step_options(job.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]

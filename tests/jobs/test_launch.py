@@ -259,11 +259,8 @@ def test_ctrl_c_while_ranks_still_load_is_one_sentence(tmp_path: Path) -> None:
         "from pipeline.cli.ending import guarded\n"
         "sys.exit(guarded('stage', lambda: time.sleep(60)))\n"
     )
-    launcher = subprocess.Popen(
-        _launcher_command(["-c", child, str(tmp_path)], processes=2),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = _launcher_command(["-c", child, str(tmp_path)], processes=2)
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         launcher.send_signal(signal.SIGINT)

@@ -322,11 +322,8 @@ def test_converter_layers_are_added_and_taken_away_again(dense: Artifact, tmp_pa
 
 def test_a_fresh_group_routed_decoder_takes_given_groups(dense: Artifact, tmp_path: Path) -> None:
     numbers = dict(zip(DENSE.languages, (1, 0, 1, 1), strict=True))
-    artifacts = {
-        "embeddings": dense,
-        "encoder": dense,
-        "groups": make_groups(tmp_path / "groups", numbers),
-    }
+    groups = make_groups(tmp_path / "groups", numbers)
+    artifacts = {"embeddings": dense, "encoder": dense, "groups": groups}
     model = GROUP_ROUTED.model.model_copy(update={"initialization": "fairseq"})  # not the sources'
     upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
     spec = read_spec(open_artifact(tmp_path / "made", kind="checkpoint"))
@@ -377,11 +374,8 @@ def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_ref
 def test_a_damaged_source_leaves_no_checkpoint(dense: Artifact, tmp_path: Path) -> None:
     widen = set_to("decoder.layers.1.feed_forward.down.bias", torch.zeros(17))
     other = checkpoint_of(tmp_path / "other", tiny_model(DENSE), change=widen)
-    call = upcycle_call(
-        tmp_path / "made",
-        TOKEN_ROUTED.model,
-        {"embeddings": dense, "encoder": dense, "decoder": other},
-    )
+    parts = {"embeddings": dense, "encoder": dense, "decoder": other}
+    call = upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, parts)
     with pytest.raises(CheckpointError, match=r"down.bias \[17\] instead of \[16\]"):
         upcycle.run(call)
     assert list(tmp_path.glob("*made*")) == []

@@ -84,18 +84,12 @@ def upcycled(make: Callable[[Path], Any], folder: Path) -> ModelSource:
 CASES: dict[str, tuple[Callable[[Path], ModelSource], Format, str, str]] = {
     "M2M-100": (lambda folder: imported(m2m100_folder, folder), "hf-m2m100", "en", "de"),
     "NLLB": (lambda folder: imported(nllb_folder, folder), "hf-m2m100", "eng_Latn", "deu_Latn"),
-    "NLLB-MoE": (
-        lambda folder: imported(nllb_moe_folder, folder),
-        *("hf-nllb-moe", "eng_Latn", "deu_Latn"),
-    ),
+    "NLLB-MoE": (lambda at: imported(nllb_moe_folder, at), "hf-nllb-moe", "eng_Latn", "deu_Latn"),
     "NLLB with experts": (
         lambda folder: upcycled(nllb_folder, folder),
         *("hf-nllb-moe", "eng_Latn", "deu_Latn"),
     ),
-    "M2M-100 with experts": (
-        lambda folder: upcycled(m2m100_folder, folder),
-        *("hf-nllb-moe", "en", "de"),
-    ),
+    "M2M-100 with experts": (lambda at: upcycled(m2m100_folder, at), "hf-nllb-moe", "en", "de"),
 }
 
 

@@ -77,11 +77,8 @@ def test_languages_that_the_dictionary_lacks_follow_in_the_task_s_order(tmp_path
         size=files.size + 2, languages=languages, style="underscores"
     )
     tokenizer = found.build()
-    assert [tokenizer.language_token_id(code) for code in languages] == [
-        files.size,
-        files.symbols["__fr__"],
-        files.size + 1,
-    ]
+    expected = [files.size, files.symbols["__fr__"], files.size + 1]
+    assert [tokenizer.language_token_id(code) for code in languages] == expected
 
 
 def test_languages_that_are_named_go_before_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -148,8 +145,7 @@ def test_a_dictionary_of_others_is_refused(lines: list[str], words: str, tmp_pat
 @pytest.mark.parametrize(
     ("difference", "languages", "words"),
     [
-        (-1, ("de", "en"), "model has {} embeddings"),
-        (100, ("de", "en"), "model has {} embeddings"),
+        *((difference, ("de", "en"), "model has {} embeddings") for difference in (-1, 100)),
         (0, (), "--languages de en"),
     ],
 )
