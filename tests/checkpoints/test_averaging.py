@@ -32,9 +32,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 
-def test_an_average_is_the_mean_in_double_precision_rounded_once_and_records_its_parts(
-    tmp_path: Path,
-) -> None:
+def test_an_average_is_the_mean_in_doubles_rounded_once(tmp_path: Path) -> None:
     models = [tiny_model(SPEC, seed=seed) for seed in (1, 2, 3)]
     large = torch.full((16,), 2.0**25)
     biases = [large, torch.ones(16), -large]  # float32 would lose the one
@@ -95,9 +93,7 @@ def test_a_tensor_that_the_model_does_not_account_for_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_checkpoint_that_is_named_twice_or_with_its_copy_is_not_averaged(
-    tmp_path: Path, copied: bool
-) -> None:
+def test_a_checkpoint_and_its_copy_are_not_averaged(tmp_path: Path, copied: bool) -> None:
     made = [make_checkpoint(tmp_path / f"m{seed}", tiny_model(SPEC, seed=seed)) for seed in (1, 2)]
     again = tmp_path / "m1" / ".." / "m2"
     if copied:
@@ -122,7 +118,6 @@ def cut(model: Transformer, *, seed: int) -> list[Piece]:
 
 
 def make_run(run_dir: Path, models: Mapping[int, Transformer]) -> Path:
-    """A run folder with a state per update, and the last model's weights as the best."""
     for update, model in models.items():
         directory = run_dir / "states" / f"update-{update:07d}"
         make_state(directory, cut(model, seed=update), update=update, parts=2)
@@ -144,17 +139,15 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
         torch.testing.assert_close(found.double(), expected, rtol=1e-7, atol=1e-12)
     made = open_artifact(tmp_path / "mean", kind="checkpoint")
     assert made.statistics["averaged_updates"] == [9, 10, 100]
-    assert sorted(record.kind for record in made.manifest.inputs.values()) == [
-        "checkpoint",
-        *["training_state"] * 3,
-    ]
+    kinds = sorted(record.kind for record in made.manifest.inputs.values())
+    assert kinds == ["checkpoint", *["training_state"] * 3]
     average_states(run_dir, last=1, out_dir=tmp_path / "one")
     batch = random_batch(SPEC, sentences=2, seed=1)
     one = load_model(open_artifact(tmp_path / "one", kind="checkpoint"))
     assert torch.equal(one.eval()(batch).logits_LV, models[100].eval()(batch).logits_LV)
 
 
-def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
+def test_a_mean_never_replaces_its_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
@@ -188,7 +181,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
     assert (out / "text").read_text() == "text"
 
 
-def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
+def test_a_mean_keeps_a_model_it_replaces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
@@ -208,23 +201,15 @@ def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
 def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> None:
     model = tiny_model(SPEC)
     run_dir = make_run(tmp_path / "moe.run", {1: model})
-    pieces = [
-        piece
-        for piece in cut(model, seed=1)
-        if piece.tensor != "encoder.layers.0.feed_forward.up.weight" or piece.start == 0
-    ]
+    name = "encoder.layers.0.feed_forward.up.weight"
+    pieces = [one for one in cut(model, seed=1) if one.tensor != name or one.start == 0]
     make_state(run_dir / "states" / "update-0000002", pieces)
     (tmp_path / "moe").mkdir()
     for run, last, error, words in (
         (tmp_path / "lost.run", 1, ArtifactError, r"lost.run does not exist\. Name OUT.run"),
         (tmp_path / "no" / "x", 9, ArtifactError, r"no/x does not exist\. Name OUT.run"),
         (run_dir, 3, ArtifactError, r"moe.run holds 2 training states, not 3"),
-        (
-            tmp_path / "moe",
-            1,
-            ArtifactError,
-            r"moe holds 0 training states.*Name the run directory",
-        ),
+        (tmp_path / "moe", 1, ArtifactError, r"moe holds 0 training states.*Name the run di"),
         (run_dir, 2, CheckpointError, r"update-0000002 .* it has \d+ of 512 values"),
     ):
         with pytest.raises(error, match=words):
@@ -232,7 +217,7 @@ def test_states_that_are_missing_or_lack_values_are_refused(tmp_path: Path) -> N
     assert not (tmp_path / "mean").exists()
 
 
-def test_the_states_of_a_run_are_averaged_from_the_command_line(
+def test_states_are_averaged_by_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})

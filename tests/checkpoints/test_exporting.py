@@ -25,7 +25,7 @@ from support.tiny_models import tiny_spec
 from transformers import M2M100ForConditionalGeneration
 
 from pipeline import cli
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
@@ -60,20 +60,13 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
         ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"top_k": 1})},
-            "model.moe.top_k = 1.*only 2. No format supports it",
-        ),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"combine_weights": "probability"})},
-            "combine_weights = 'probability'",
-        ),
-        (
-            "hf-nllb-moe",
-            {"moe": MOE.model_copy(update={"evaluation_capacity_factor": 1.0})},
-            "evaluation_capacity_factor = 1.0",
+        *(
+            ("hf-nllb-moe", {"moe": MOE.model_copy(update={name: value})}, said)
+            for name, value, said in (
+                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports it"),
+                ("combine_weights", "probability", "combine_weights = 'probability'"),
+                ("evaluation_capacity_factor", 1.0, "evaluation_capacity_factor = 1.0"),
+            )
         ),
     ],
 )
@@ -102,9 +95,7 @@ def test_vocabularies_of_bytes_and_of_two_sides_are_refused(to: Format, tmp_path
 # ---------------------------------------------------------------- one language group
 
 
-def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
-    tmp_path: Path,
-) -> None:
+def test_routers_of_one_group_are_the_mean_with_the_shared_one(tmp_path: Path) -> None:
     source = own_checkpoint(tmp_path / "checkpoint", moe=GROUPED, groups=(1, 0, 0))
     export_checkpoint(
         source.origin, out_dir=tmp_path / "out", export=Export(to="hf-nllb-moe", target_group="fr")
@@ -236,9 +227,7 @@ def tokenizer_with(pieces: tuple[int | None, ...], size: int) -> TokenizerFiles:
     return TokenizerFiles(description, own_sentencepiece())
 
 
-def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_ids(
-    tmp_path: Path,
-) -> None:
+def test_unknown_pieces_are_refused_where_they_would_get_ids(tmp_path: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
     count = SentencePieceProcessor(model_proto=own_sentencepiece()).get_piece_size()
@@ -253,9 +242,7 @@ def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_id
 # ---------------------------------------------------------------- places
 
 
-def test_an_exported_folder_is_replaced_only_when_asked_and_only_if_it_is_ours(
-    tmp_path: Path,
-) -> None:
+def test_an_exported_folder_is_replaced_only_if_asked_and_ours(tmp_path: Path) -> None:
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     export = Export(to="hf-m2m100")
     export_checkpoint(source.origin, out_dir=out, export=export)
@@ -269,9 +256,7 @@ def test_an_exported_folder_is_replaced_only_when_asked_and_only_if_it_is_ours(
         export_checkpoint(source.origin, out_dir=source.origin / "out", export=export)
 
 
-def test_an_export_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = own_checkpoint(tmp_path / "checkpoint")
 
     def fail(*_: object, **__: object) -> None:
@@ -285,9 +270,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_the_command_exports_and_verifies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert model_commands.FORMATS == FORMATS
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
@@ -317,6 +300,38 @@ def test_a_trained_model_is_exported_for_a_group_of_its_languages(
 # ---------------------------------------------------------------- model cards
 
 
+def trained(
+    folder: Path, checkpoint: Path, stage: str, inputs: dict[str, InputRecord], **config: Any
+) -> Path:
+    """A checkpoint as a stage makes it of these inputs, with the files of another."""
+    taken = open_artifact(checkpoint, kind="checkpoint")
+    with new_artifact(
+        folder / "trained", kind="checkpoint", stage=stage, config=config, inputs=inputs
+    ) as writer:
+        for name in taken.names():
+            writer.take_over(name, taken)
+        writer.summary.append("80 updates")
+    return folder / "trained"
+
+
+def produced(
+    out_dir: Path, kind: Any, stage: str, inputs: dict[str, InputRecord], **statistics: Any
+) -> InputRecord:
+    with new_artifact(out_dir, kind=kind, stage=stage, config={}, inputs=inputs) as writer:
+        writer.statistics.update(statistics)
+    return open_artifact(out_dir, kind=kind).as_input
+
+
+def card_of(checkpoint: Path, **export: Any) -> str:
+    out_dir = checkpoint.parent / "out"
+    export_checkpoint(checkpoint, out_dir=out_dir, export=Export(**{"to": "hf-m2m100"} | export))
+    return (out_dir / "README.md").read_text("utf-8")
+
+
+def example_of(card: str) -> str:
+    return card.split("```python\n")[1].split("```")[0]
+
+
 def header(card: str) -> list[str]:
     first, head, _ = card.split("---\n", 2)
     assert not first
@@ -326,9 +341,7 @@ def header(card: str) -> list[str]:
 def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     source = own_checkpoint(tmp_path / "checkpoint", languages=("de", "en", "no"))
-    export = Export(to="hf-m2m100", license="cc-by-nc-4.0")
-    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    card = card_of(source.origin, license="cc-by-nc-4.0")
     assert yaml.safe_load("\n".join(header(card))) == {
         "language": ["de", "en", "no"],
         "license": "cc-by-nc-4.0",
@@ -342,47 +355,20 @@ def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
     assert "## Scores\n\nNot recorded." in card
 
 
-def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
-    tmp_path: Path,
-) -> None:
+def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     checkpoint = own_checkpoint(tmp_path / "plain").origin
     with writing(tmp_path / "shards", "shards", "make_shards") as writer:
-        writer.statistics["pairs"] = {
-            "de-en": {"train": 1234, "valid": 5},
-            "de-fr": {"train": 0, "valid": 0},
-        }
+        pairs = {"de-en": {"train": 1234, "valid": 5}, "de-fr": {"train": 0, "valid": 0}}
+        writer.statistics["pairs"] = pairs
         writer.summary.append("read 1,300 training lines")
     inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
-    taken = open_artifact(checkpoint, kind="checkpoint")
-    config = {"optimizer": {"learning_rate": 0.5}}
-    with new_artifact(
-        tmp_path / "trained", kind="checkpoint", stage="finetune", config=config, inputs=inputs
-    ) as writer:
-        for name in taken.names():
-            writer.take_over(name, taken)
-        writer.summary.append("80 updates")
-    trained = open_artifact(tmp_path / "trained", kind="checkpoint")
-    with new_artifact(
-        tmp_path / "answers",
-        kind="translations",
-        stage="translate",
-        config={},
-        inputs={"checkpoint": trained.as_input},
-    ):
-        pass
-    answers = open_artifact(tmp_path / "answers", kind="translations").as_input
-    with new_artifact(
-        tmp_path / "scores",
-        kind="evaluation",
-        stage="evaluate",
-        config={},
-        inputs={"systems/ours": answers},
-    ) as writer:
-        scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
-        writer.statistics["systems"] = {"ours": scores, "theirs": scores}
-    export = Export(to="hf-m2m100", scores_dir=tmp_path / "scores")
-    export_checkpoint(tmp_path / "trained", out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    made = trained(tmp_path, checkpoint, "finetune", inputs, optimizer={"learning_rate": 0.5})
+    inputs = {"checkpoint": open_artifact(made, kind="checkpoint").as_input}
+    inputs = {"systems/ours": produced(tmp_path / "answers", "translations", "translate", inputs)}
+    scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
+    systems = {"ours": scores, "theirs": scores}
+    produced(tmp_path / "scores", "evaluation", "evaluate", inputs, systems=systems)
+    card = card_of(made, scores_dir=tmp_path / "scores")
     assert "1,234 sentence pairs for training." in card
     assert "| de-en | 1,234 |\n" in card
     assert "de-fr" not in card
@@ -396,9 +382,7 @@ def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
 def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
     """The stored run was made in a folder that is not there."""
     unpack_stored_run(tmp_path)
-    export = Export(to="hf-m2m100", scores_dir=tmp_path / "run" / "evaluation")
-    export_checkpoint(tmp_path / "run" / "dense", out_dir=tmp_path / "out", export=export)
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    card = card_of(tmp_path / "run" / "dense", scores_dir=tmp_path / "run" / "evaluation")
     assert "Some of its inputs could not be found: mixture, shards." in card
     assert "It is not known which of these systems is this model." in card
     assert "| MMNMT | into pivot | bleu | 0.88 |\n" in card
@@ -425,38 +409,27 @@ def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
     config = {"mixture": {"targets": targets}}
     with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
         pass
-    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
-        writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
-    taken = open_artifact(checkpoint, kind="checkpoint")
+    pairs = {pair: {"train": count} for pair, count in lines.items()}
     inputs = {
         "mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input,
-        "shards": open_artifact(tmp_path / "shards", kind="shards").as_input,
+        "shards": produced(tmp_path / "shards", "shards", "make_shards", {}, pairs=pairs),
     }
-    with new_artifact(
-        tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
-    ) as writer:
-        for name in taken.names():
-            writer.take_over(name, taken)
-    out = tmp_path / "out"
-    export_checkpoint(tmp_path / "trained", out_dir=out, export=Export(to="hf-m2m100"))
-    card = (out / "README.md").read_text("utf-8")
-    code = card.split("```python\n")[1].split("```")[0]
+    card = card_of(trained(tmp_path, checkpoint, "pretrain", inputs))
+    code = example_of(card)
     assert f'src_lang="{nllb_token(source)}"' in code
     assert f'convert_tokens_to_ids("{nllb_token(target)}")' in code
     for language in languages:
         assert f"| `{language}` | `{nllb_token(language)}` |\n" in card
 
 
-def test_an_imported_model_has_its_own_tokens_in_ctranslate2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_tokens_in_ctranslate2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nllb_folder(tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
     out = tmp_path / "out"
     export_checkpoint(tmp_path / "ours", out_dir=out, export=Export(to="ctranslate2"))
     vocabulary = json.loads((out / "shared_vocabulary.json").read_text("utf-8"))
     assert {"eng_Latn", "deu_Latn", "prs_Arab", "zho_Hant"} <= set(vocabulary)
-    code = (out / "README.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
+    code = example_of((out / "README.md").read_text("utf-8"))
     assert 'tokens = ["eng_Latn"' in code
     exec(code.replace('"DIR', f'"{out}'))
     assert capsys.readouterr().out.strip()
@@ -475,22 +448,20 @@ def test_a_card_names_the_versions_of_transformers_that_compute_its_model(tmp_pa
         ({"languages": BEYOND, "tokenizer": char}, extra),  # without tokenizer.json
     ]
     for number, (settings, expected) in enumerate(cases):
-        source, out = own_checkpoint(tmp_path / f"{number}", **settings), tmp_path / f"out{number}"
-        to: Format = "hf-nllb-moe" if "moe" in settings else "hf-m2m100"
-        export_checkpoint(source.origin, out_dir=out, export=Export(to=to))
-        assert f'pip install "{expected}"\n' in (out / "README.md").read_text("utf-8")
+        source = own_checkpoint(tmp_path / f"{number}" / "checkpoint", **settings)
+        to = "hf-nllb-moe" if "moe" in settings else "hf-m2m100"
+        assert f'pip install "{expected}"\n' in card_of(source.origin, to=to)
 
 
-@pytest.mark.parametrize("languages", [HUNDRED, BEYOND])
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(
+    ("to", "languages"),
+    [*((to, BEYOND) for to in FORMATS), *((to, HUNDRED) for to in FORMATS if to != "ctranslate2")],
+)
 def test_the_lines_that_a_card_gives_load_the_model(
     to: Format, languages: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moe = MOE if to == "hf-nllb-moe" else None
     source = own_checkpoint(tmp_path / "checkpoint", languages=languages, moe=moe)
-    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
-    card = (tmp_path / "out" / "README.md").read_text("utf-8")
-    code = card.split("```python\n")[1].split("```")[0]
-    out = str(tmp_path / "out")
-    exec(code.replace('"DIR', f'"{out}'))
+    code = example_of(card_of(source.origin, to=to))
+    exec(code.replace('"DIR', f'"{tmp_path / "out"}'))
     assert capsys.readouterr().out.strip()

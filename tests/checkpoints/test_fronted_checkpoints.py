@@ -21,27 +21,19 @@ from pipeline.model.settings import MoEConfig
 pytestmark = pytest.mark.slow
 
 MOE = MoEConfig(num_experts=6, every=2)
-WITH_WEIGHTS = [name for name in FRONTS if name != "wsf"]
 
 
 def even_routes() -> RoutingStatistics:
     """All experts serve all languages alike but for the last two, which serve none."""
     shape = len(LAYERS), len(LANGUAGES)
     routed_LGE = np.tile([2.0, 2.0, 2.0, 2.0, 0.0, 0.0], (*shape, 1))
-    return RoutingStatistics(
-        layers=LAYERS,
-        languages=LANGUAGES,
-        tokens_LG=np.full(shape, 4.0),
-        entropy_LG=np.ones(shape),
-        routed_LGE=routed_LGE,
-        kept_LGE=routed_LGE,
-    )
+    of_tokens = {"tokens_LG": np.full(shape, 4.0), "entropy_LG": np.ones(shape)}
+    of_experts = {"routed_LGE": routed_LGE, "kept_LGE": routed_LGE}
+    return RoutingStatistics(layers=LAYERS, languages=LANGUAGES, **of_tokens, **of_experts)
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_a_model_with_a_front_is_averaged_inspected_and_compared(
-    tmp_path: Path, front: str
-) -> None:
+@pytest.mark.parametrize("front", ["msc", "ada-msha +lid", "wsf"])
+def test_models_with_a_front_are_averaged_and_compared(tmp_path: Path, front: str) -> None:
     spec = fronted_byte_spec(FRONTS[front], moe=MOE)
     models = [tiny_model(spec, seed=seed) for seed in (1, 2)]
     made = [make_checkpoint(tmp_path / f"m{n}", model) for n, model in enumerate(models)]
@@ -54,7 +46,7 @@ def test_a_model_with_a_front_is_averaged_inspected_and_compared(
     verify(tmp_path / "mean")
     in_front = sum(value.numel() for name, value in one.items() if name.startswith("front."))
     assert inspect(tmp_path / "mean")["parameters"]["front"] == in_front
-    assert (in_front > 0) == (front in WITH_WEIGHTS)
+    assert (in_front > 0) == (front != "wsf")
     loaded = load_model(open_artifact(made[0], kind="checkpoint")).eval()
     batch = random_batch(spec, sentences=3, seed=1)
     assert torch.equal(loaded(batch).logits_LV, models[0].eval()(batch).logits_LV)
@@ -62,7 +54,7 @@ def test_a_model_with_a_front_is_averaged_inspected_and_compared(
     assert changed == {name for name in one if name.startswith("front.")}
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["ada-msha", "ncf"])
 def test_pruning_experts_leaves_those_of_the_front(tmp_path: Path, front: str) -> None:
     spec = fronted_byte_spec(FRONTS[front], moe=MOE, groups=2)
     whole = make_checkpoint(tmp_path / "whole", tiny_model(spec), routing=even_routes())

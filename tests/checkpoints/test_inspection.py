@@ -28,9 +28,7 @@ from pipeline.model.settings import MoEConfig
 # ---------------------------------------------------------------- inspect
 
 
-def test_an_inspected_checkpoint_tells_shape_parameters_and_where_it_comes_from(
-    tmp_path: Path,
-) -> None:
+def test_an_inspected_checkpoint_tells_parameters_and_origin(tmp_path: Path) -> None:
     model = tiny_model(SPEC)
     made = make_checkpoint(
         tmp_path / "model",
@@ -159,9 +157,7 @@ def test_checkpoints_of_the_same_values_are_identical_however_they_are_cut(
     assert found.lines() == [f"identical: {count} tensors, settings and tokenizer"]
 
 
-def test_values_that_are_not_numbers_equal_themselves_and_another_type_is_a_difference(
-    tmp_path: Path,
-) -> None:
+def test_nan_equals_itself_and_another_type_is_a_difference(tmp_path: Path) -> None:
     name = next(iter(weights_of(tiny_model(SPEC))))
     shape = weights_of(tiny_model(SPEC))[name].shape
     a, b = (
@@ -210,10 +206,7 @@ def test_settings_tokenizers_shapes_and_single_tensors_are_compared(tmp_path: Pa
     first = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
     second = make_checkpoint(tmp_path / "b", tiny_model(wider), token_scheme="angle")
     found = diff(first, second)
-    assert found.settings == (
-        "model.feed_forward_width: 32 → 24",
-        "model.moe.num_experts: 6 → 7",
-    )
+    assert found.settings == ("model.feed_forward_width: 32 → 24", "model.moe.num_experts: 6 → 7")
     assert found.other_tokenizer
     assert found.only_in_one == tuple(
         f"{layer}.feed_forward.experts.6.{linear}.{part}: only in the second"

@@ -1,13 +1,12 @@
 """A model from elsewhere gets experts and is trained on: from its folder to lower losses."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from support.foreign_models import LINES, m2m100_folder
+from support.forked import run_command
 from support.raw_trees import write
 
 from pipeline.artifacts.artifact import open_artifact
@@ -55,7 +54,6 @@ TEXTS = [f"{line} {other}" for line in LINES for other in LINES if len(line + ot
 
 @pytest.fixture
 def upcycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """M2M-100 with four experts in every second layer."""
     monkeypatch.chdir(tmp_path)
     m2m100_folder(Path("m2m100"))
     Path("assembly.toml").write_text(ASSEMBLY, encoding="utf-8")
@@ -67,23 +65,10 @@ def run(*arguments: str) -> None:
     assert main(list(arguments)) == 0
 
 
-def in_a_process(*arguments: str) -> None:
-    """DeepSpeed keeps the process group of the first training of a process."""
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
-    write(
-        Path("raw"),
-        {
-            f"de-en/{split}.{code}": "".join(f"{line}\n" for line in TEXTS)
-            for split in ("train", "valid")
-            for code in ("de", "en")
-        },
-    )
+    names = [f"de-en/{split}.{code}" for split in ("train", "valid") for code in ("de", "en")]
+    write(Path("raw"), dict.fromkeys(names, "".join(f"{line}\n" for line in TEXTS)))
     Path("recipe.toml").write_text(TRAINING, encoding="utf-8")
     run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")
@@ -93,7 +78,9 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     run("make_shards", "--recipe", recipe, *given, "--out", "shards")
     run("mix", "--recipe", recipe, "--shards", "shards", "--out", "mixture")
     given = ["--shards", "shards", "--mixture", "mixture", "--checkpoint", str(upcycled)]
-    in_a_process("finetune", "--recipe", recipe, *given, "--out", "tuned")
+    # DeepSpeed keeps the process group of the first training of a process.
+    done = run_command(["finetune", "--recipe", recipe, *given, "--out", "tuned"])
+    assert done.returncode == 0, done.stderr
     curve = [
         record["loss"]
         for line in Path("tuned/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -106,9 +93,7 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     load_model(tuned)
 
 
-def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
-    upcycled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_is_of_the_model(upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(upcycled), "--recipe"]) == 0
     printed = capsys.readouterr().out
     document = tomllib.loads(printed)
@@ -122,9 +107,7 @@ def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
     assert laid_over.training == load_recipe("demo_mmnmt").training
 
 
-def test_a_checkpoints_tokenizer_is_an_artifact_with_the_same_ids(
-    upcycled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_has_the_ids(upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     made = load_tokenizer(tokenizer_folder(open_artifact(Path("tokenizer"), kind="tokenizer")))
     assert made.fingerprint == read_tokenizer(open_checkpoint(upcycled)).fingerprint

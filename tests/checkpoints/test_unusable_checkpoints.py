@@ -2,13 +2,12 @@
 
 import json
 import re
+import shutil
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from support.corpora import bytes_of
 from support.exported_models import own_checkpoint, tokenizer_of_two
@@ -26,8 +25,6 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.stages.finetune import refuse_other_model
 
-Change = Callable[[dict[str, torch.Tensor], str], torch.Tensor]
-
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
@@ -36,21 +33,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 
 @pytest.fixture
 def broken(shelf: Shelf, tmp_path: Path) -> Path:
-    """A copy of an MoE checkpoint that may be changed."""
-    return _copy(shelf.path("experts"), tmp_path / "broken")
-
-
-def _copy(source: Path, target: Path) -> Path:
-    for path in source.rglob("*"):
-        if path.is_file():
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            copied.write_bytes(path.read_bytes())
-    return target
+    copied = shutil.copytree(
+        shelf.path("experts"), tmp_path / "broken", copy_function=shutil.copyfile
+    )
+    return Path(copied)
 
 
 def spoil(checkpoint: Path, value: float) -> str:
-    """Set one value of a tensor; returns the tensor's name."""
     path = checkpoint / "weights" / "part-00000-000.safetensors"
     tensors = load_file(path)
     name = "encoder.layers.0.feed_forward.experts.0.up.weight"
@@ -85,38 +74,28 @@ decoder_router = "language_group"
 
 
 def commands(shelf: Shelf, broken: Path, tmp_path: Path) -> dict[str, list[str]]:
-    """Everything that reads weights, as a command line."""
     recipe, out = tmp_path / "recipe.toml", f"--out={tmp_path / 'out'}"
     recipe.write_text(RECIPE, encoding="utf-8")
-    settings = f"--recipe={recipe}"
+    settings, weights = f"--recipe={recipe}", f"--checkpoint={broken}"
     data = [f"--shards={shelf.path('shards')}", f"--mixture={shelf.path('mixture')}"]
     parts = [f"--{part}={broken}" for part in ("embeddings", "encoder", "decoder")]
     return {
         "upcycle": ["upcycle", settings, *parts, out],
-        "finetune": ["finetune", settings, *data, f"--checkpoint={broken}", out],
-        "translate": [
-            *("translate", settings, f"--corpus={shelf.path('corpus')}"),
-            *(f"--checkpoint={broken}", out),
-        ],
+        "finetune": ["finetune", settings, *data, weights, out],
+        "translate": ["translate", settings, f"--corpus={shelf.path('corpus')}", weights, out],
         "average": ["checkpoint", "average", str(broken), out],
-        "prune": [
-            *("checkpoint", "prune", str(broken), "--languages", "de"),
-            *("--experts", "4", out),
-        ],
+        "prune": ["checkpoint", "prune", str(broken), "--languages=de", "--experts=4", out],
     }
 
 
-@pytest.mark.parametrize("verb", ["upcycle", "finetune", "translate", "average", "prune"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize(
+    "verb", ["upcycle", "finetune", "translate", "average", "prune", "average inf"]
+)
 def test_weights_that_are_no_numbers_are_named_on_one_line(
-    shelf: Shelf,
-    broken: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    verb: str,
-    value: float,
+    shelf: Shelf, broken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    name = spoil(broken, value)
+    verb, _, value = verb.partition(" ")
+    name = spoil(broken, float(value or "nan"))
     assert cli.main(commands(shelf, broken, tmp_path)[verb]) == 2
     printed = capfd.readouterr().err
     assert "Traceback" not in printed
@@ -127,8 +106,10 @@ def test_weights_that_are_no_numbers_are_named_on_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("cut", [0, 4, 100, -1])
-@pytest.mark.parametrize("verb", ["inspect", "translate", "average"])
+@pytest.mark.parametrize(
+    ("verb", "cut"),
+    [*(("inspect", cut) for cut in (0, 4, 100, -1)), ("translate", 100), ("average", -1)],
+)
 def test_truncated_weights_are_one_line(
     shelf: Shelf,
     broken: Path,
@@ -158,13 +139,7 @@ def test_a_width_that_no_model_has_is_refused_with_its_range(broken: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"width": 2**15},
-        {"feed_forward_width": 2**20},
-        {"encoder_layers": 200, "decoder_layers": 200},
-    ],
-    ids=str,
+    "settings", [{"width": 2**15}, {"encoder_layers": 200, "decoder_layers": 200}], ids=str
 )
 def test_a_model_far_larger_than_its_files_is_refused_before_anything_is_allocated(
     broken: Path, settings: dict[str, int]
@@ -185,9 +160,7 @@ def test_a_model_far_larger_than_its_files_is_refused_before_anything_is_allocat
     assert peak < 2**26
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    shelf: Shelf, broken: Path, tmp_path: Path
-) -> None:
+def test_another_model_s_tokenizer_is_refused(shelf: Shelf, broken: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(broken)
     refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("tokenizer")))
     with pytest.raises(CheckpointError, match=r"do not belong together \(ids: 263 and 39\)"):

@@ -38,6 +38,9 @@ from pipeline.jobs.job_endings import (
 NODES = ("node1", "node1", "node2", "node2")
 START = Start("7.0", "2026-01-01T00:00:00+00:00", NODES, saved=("states/update-2",))
 ENDED = "2026-01-01T01:00:00+00:00"
+PREEMPTED, UNSAVED = "preempted or requeued", "ended before all ranks had saved"
+NO_ARTIFACT = "ended without an error but left no finished artifact"
+SILENT = "no rank on node1, node2 reported how it ended"
 KILLED = "ended without a word: killed, out of memory, or its node crashed"
 
 
@@ -46,118 +49,67 @@ def end(rank: int, kind: End, cause: str = "", update: int | None = None) -> Ran
 
 
 def judged(*ends: RankEnd, **facts: Any) -> Verdict:
-    settings: dict[str, Any] = {
-        "start": START,
-        "code": 1,
-        "asked": None,
-        "saved": START.saved,
-        "history": (),
-        "is_finished": False,
-        "ended": ENDED,
-    }
-    return judge(ends, **settings | facts)
+    given: dict[str, Any] = {"start": START, "code": 1, "asked": None, "saved": START.saved}
+    given |= {"history": (), "is_finished": False, "ended": ENDED} | facts
+    return judge(ends, **given)
 
 
 def everyone(kind: End, cause: str = "", update: int | None = None) -> list[RankEnd]:
     return [end(rank, kind, cause, update) for rank in range(len(NODES))]
 
 
+def lost(rank: int, cause: str = "gloo") -> RankEnd:
+    return end(rank, "lost", cause)
+
+
+def case(
+    verdict: str, cause: str, *ends: RankEnd, **facts: Any
+) -> tuple[str, str, tuple[RankEnd, ...], dict[str, Any]]:
+    return verdict, cause, ends, facts
+
+
 @pytest.mark.parametrize(
-    ("ends", "facts", "verdict", "cause"),
+    ("verdict", "cause", "ends", "facts"),
     [
-        (everyone("done"), {"is_finished": True, "code": 0}, "done", ""),
-        (
-            everyone("done"),
-            {"code": 0},
-            "failed",
-            "ended without an error but left no finished artifact",
-        ),
+        case("done", "", *everyone("done"), is_finished=True, code=0),
+        case("failed", NO_ARTIFACT, *everyone("done"), code=0),
         # A rank that is late to leave is killed after all have met: nothing changes.
-        ([end(0, "done")], {"is_finished": True, "code": 143}, "done", ""),
-        ([end(0, "again", "saved")], {"code": 143}, "again", "saved"),
-        (
-            [*everyone("again", "saved")[:3], end(3, "lost", "stopped by SIGTERM")],
-            {"code": 143},
-            "again",
-            "saved",
-        ),
+        case("done", "", end(0, "done"), is_finished=True, code=143),
+        case("again", "saved", end(0, "again", "saved"), code=143),
+        case("again", "saved", *everyone("again", "saved")[:3], lost(3, "SIGTERM"), code=143),
         # The cause counts, and not what the other ranks saw of it.
-        (
-            [end(0, "lost", "gloo"), end(1, "lost", "gloo"), end(2, "failed", "no recipe")],
-            {"code": 75},
-            "failed",
-            "rank 2 on node2: no recipe",
+        case("failed", "rank 2 on node2: no", lost(0), lost(1), end(2, "failed", "no"), code=75),
+        case("failed", "ranks 2-3 on node2: no", end(0, "again"), *everyone("failed", "no")[2:]),
+        case("failed", "no recipe", *everyone("failed", "no recipe")),
+        case("again", "rank 3 on node2: No", lost(0), end(3, "crashed", "No"), lost(1)),
+        case("again", f"rank 2 on node2: {KILLED}", lost(0), lost(1), lost(3, "SIG"), code=137),
+        case(
+            *("again", f"rank 1 on node1: {KILLED}"),
+            *(lost(0, TOLD_TO_END), lost(2), lost(3, TOLD_TO_END)),
+            code=137,
         ),
-        (
-            [end(0, "again", "saved"), end(2, "failed", "no space"), end(3, "failed", "no space")],
-            {},
-            "failed",
-            "ranks 2-3 on node2: no space",
+        case(
+            *("again", "ranks 2-3 on node2: gloo"),
+            *(lost(0, TOLD_TO_END), lost(1, TOLD_TO_END), lost(2), lost(3)),
+            code=143,
         ),
-        (everyone("failed", "no recipe"), {}, "failed", "no recipe"),
-        (
-            [end(0, "lost", "gloo"), end(3, "crashed", "MemoryError"), end(1, "lost", "gloo")],
-            {},
-            "again",
-            "rank 3 on node2: MemoryError",
-        ),
-        (
-            [end(0, "lost", "gloo"), end(1, "lost", "gloo"), end(3, "lost", "SIGTERM")],
-            {"code": 137},
-            "again",
-            f"rank 2 on node2: {KILLED}",
-        ),
-        (
-            [end(0, "lost", TOLD_TO_END), end(2, "lost", "gloo"), end(3, "lost", TOLD_TO_END)],
-            {"code": 137},
-            "again",
-            f"rank 1 on node1: {KILLED}",
-        ),
-        (
-            [*everyone("lost", TOLD_TO_END)[:2], *everyone("lost", "gloo")[2:]],
-            {"code": 143},
-            "again",
-            "ranks 2-3 on node2: gloo",
-        ),
-        (
-            everyone("lost", "Rank 2 gives no sign of life"),
-            {},
-            "again",
-            "Rank 2 gives no sign of life",
-        ),
-        (
-            [],
-            {"code": 127},
-            "again",
-            "no rank on node1, node2 reported how it ended (srun: exit code 127)",
-        ),
-        (
-            [],
-            {"code": None},
-            "again",
-            "no rank on node1, node2 reported how it ended (the job's first node was lost)",
-        ),
-        (
-            [],
-            {"asked": "preempted or requeued"},
-            "again",
-            "preempted or requeued: ended before all ranks had saved",
-        ),
+        case("again", "Rank 2 is silent", *everyone("lost", "Rank 2 is silent")),
+        case("again", f"{SILENT} (srun: exit code 127)", code=127),
+        case("again", f"{SILENT} (the job's first node was lost)", code=None),
+        case("again", f"{PREEMPTED}: {UNSAVED}", asked=PREEMPTED),
         # SLURM gave up node2 and requeued the job; the ranks there may run on.
-        (
-            [end(0, "lost", "gloo"), end(1, "lost", TOLD_TO_END)],
-            {"asked": "preempted or requeued"},
-            "again",
-            "preempted or requeued: ended before all ranks had saved; ranks 2-3 on node2 reported "
-            "nothing",
+        case(
+            *("again", f"{PREEMPTED}: {UNSAVED}; ranks 2-3 on node2 reported nothing"),
+            *(lost(0), lost(1, TOLD_TO_END)),
+            asked=PREEMPTED,
         ),
-        (everyone("again", "saved"), {"asked": "time limit"}, "again", "time limit: saved"),
+        case("again", "time limit: saved", *everyone("again", "saved"), asked="time limit"),
         # The folder of reports was unreadable on every node, and the artifact is there.
-        ([], {"code": 0, "is_finished": True}, "done", ""),
+        case("done", "", code=0, is_finished=True),
     ],
 )
 def test_a_verdict_names_the_cause_with_its_ranks_and_nodes(
-    ends: list[RankEnd], facts: dict[str, Any], verdict: str, cause: str
+    verdict: str, cause: str, ends: tuple[RankEnd, ...], facts: dict[str, Any]
 ) -> None:
     found = judged(*ends, **facts)
     assert (found.verdict, found.cause) == (verdict, cause)
@@ -214,9 +166,7 @@ def test_a_cause_is_one_line_of_bounded_length() -> None:
     assert len(one_line("x" * 10_000)) == LONGEST_CAUSE
 
 
-def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_damaged_and_unfinished_records_are_left_out(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     for report in (end(2, "crashed", "a\u2028b"), end(0, "lost", "gloo", 5)):
@@ -250,9 +200,7 @@ def test_starts_are_in_order_whatever_their_ids_and_the_clocks_of_their_nodes_sa
     assert recorded_starts(out_dir)[-1] == "99.0", "the id is used again"
 
 
-def test_of_thousands_of_starts_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_starts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.jobs.job_endings.KEPT_STARTS", 3)
     out_dir = tmp_path / "model"
     for restart in range(9):
@@ -265,9 +213,7 @@ def test_of_thousands_of_starts_the_newest_are_kept(
     assert len(verdicts(out_dir)) == 3
 
 
-def test_reports_of_one_rank_that_are_written_at_once_do_not_damage_each_other(
-    tmp_path: Path,
-) -> None:
+def test_reports_written_at_once_do_not_damage_each_other(tmp_path: Path) -> None:
     reports = [end(0, "again", "x" * 500), end(0, "lost", "y")]
 
     def write_many(report: RankEnd) -> None:
@@ -297,9 +243,7 @@ IN_NATIVE_CODE = "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(
 
 @pytest.mark.parametrize("wait", ["time.sleep(600)", IN_NATIVE_CODE], ids=["python", "native"])
 @pytest.mark.parametrize("is_handled", [False, True])
-def test_a_rank_that_is_told_to_end_says_so_wherever_it_waits(
-    tmp_path: Path, wait: str, is_handled: bool
-) -> None:
+def test_a_rank_told_to_end_says_so(tmp_path: Path, wait: str, is_handled: bool) -> None:
     handler = "signal.signal(signal.SIGTERM, lambda *_: None); " if is_handled else ""
     program = f"{RANK}    {handler}print(flush=True); {wait}"
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -326,9 +270,7 @@ def test_a_report_stays_where_a_rank_is_told_to_end_after_it(tmp_path: Path) -> 
     assert (found.end, found.cause) == ("failed", "no recipe")
 
 
-def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_start_without_a_verdict_is_judged_by_its_ranks(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     write_end(folder, end(3, "lost", "gloo", 8))
@@ -347,9 +289,7 @@ def test_a_node_that_failed_is_named_where_slurm_requeued_the_job_for_it() -> No
     assert found.asked == "preempted or requeued"
 
 
-def test_a_verdict_of_a_job_killed_while_its_ranks_saved_gives_way_to_their_reports(
-    tmp_path: Path,
-) -> None:
+def test_a_verdict_before_the_end_gives_way_to_later_reports(tmp_path: Path) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     facts = {"asked": "preempted or requeued", "failed_nodes": ["node2"]}

@@ -12,19 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.forked import run_ranks
 
 from pipeline.errors import EXIT_RUN_AGAIN
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 
 WAIT_FOR_EVER = "import signal, time; signal.pthread_sigmask(2, []); time.sleep(60)"
-IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
 
 
 def _as_rank(*programs: str) -> list[str]:
-    """Arguments of python: rank r runs the r-th program."""
     text = f"import os; exec({list(programs)!r}[int(os.environ['RANK'])])"
     return ["-c", text]
+
+
+def _after(path: Path) -> str:
+    return f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(path)!r}), True)]; "
 
 
 def _wait_until(condition: Callable[[], bool], *, seconds: float = 10) -> bool:
@@ -70,24 +73,21 @@ def test_the_exit_code_is_what_the_ranks_said(codes: tuple[int, ...], expected: 
 
 
 def test_a_rank_that_never_leaves_a_stage_that_all_stopped_is_ended(tmp_path: Path) -> None:
-    stops = f"import os, signal; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
-    stops += "os.kill(os.getpid(), signal.SIGSTOP)"
-    arguments = _as_rank("raise SystemExit(75)", stops)
-    code = launch(arguments, processes=2, threads=1, leaving_seconds=2)
+    pid = tmp_path / "pid"
+    leaves = f"import time; {_after(pid)}raise SystemExit(75)"
+    stops = f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 19)"
+    code = launch(_as_rank(leaves, stops), processes=2, threads=1, leaving_seconds=0.5)
     assert code == EXIT_RUN_AGAIN
-    assert not _is_alive(int((tmp_path / "pid").read_text()))
+    assert not _is_alive(int(pid.read_text()))
 
 
-def test_the_first_failure_ends_the_other_ranks_and_is_what_is_returned(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_failure_ends_the_other_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     arguments = _as_rank(WAIT_FOR_EVER, "raise SystemExit(7)", WAIT_FOR_EVER)
     assert launch(arguments, processes=3, threads=1) == 7
     assert time.monotonic() - started < 10
-    assert (
-        capfd.readouterr().err == "mmnmt: rank 1 of 3 ended with exit code 7: ending the others.\n"
-    )
+    said = "mmnmt: rank 1 of 3 ended with exit code 7: ending the others.\n"
+    assert capfd.readouterr().err == said
 
 
 REPORTS_AN_ERROR = (
@@ -98,7 +98,6 @@ REPORTS_AN_ERROR = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("errors", "said"),
     [
@@ -109,9 +108,7 @@ REPORTS_AN_ERROR = (
         ),
     ],
 )
-def test_every_error_of_the_ranks_is_printed_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], errors: list[str], said: list[str]
-) -> None:
+def test_errors_are_printed_once(tmp_path: Path, errors: list[str], said: list[str]) -> None:
     # The first rank that ends would have the others end before they can ignore it.
     together = (
         "import os, pathlib, signal, time\n"
@@ -121,9 +118,9 @@ def test_every_error_of_the_ranks_is_printed_once(
         "while len([*folder.iterdir()]) < 3 and time.monotonic() < give_up: time.sleep(0.01)\n"
     )
     programs = [together + REPORTS_AN_ERROR.format(error=error) for error in errors]
-    arguments = _as_rank(*programs)
-    assert launch(arguments, processes=3, threads=1, grace_seconds=30) == 2
-    lines = capfd.readouterr().err.splitlines()
+    ended = run_ranks(programs, grace_seconds=30)
+    assert ended.returncode == 2
+    lines = ended.stderr.splitlines()
     assert [line for line in lines if line.startswith("mmnmt train")] == said
 
 
@@ -144,43 +141,40 @@ raise SystemExit(guarded("train", act, is_rank=True))
 LEFT = "raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer')"
 LOST = "raise RankLost('Rank 1 has ended while others wait for it.')"
 FRAMES = "Exception raised from wait at a.cpp:1:\\nframe #0: c10::Error\\nframe #1: _start"
+CAUSES: list[tuple[str, int | None, str]] = [
+    ("raise RuntimeError('no room')", 1, "mmnmt train: rank 1: RuntimeError: no room"),
+    ("raise DataError('A line is bad.')", 2, "mmnmt train: rank 1: A line is bad."),
+    ("os._exit(0)", None, "mmnmt: rank 1 of 2 ended with exit code 0: ending the others."),
+    ("os._exit(3)", 3, "mmnmt: rank 1 of 2 ended with exit code 3: ending the others."),
+    ("os.kill(os.getpid(), 9)", 137, "rank 1 of 2 ended with signal SIGKILL: ending"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", EXIT_RUN_AGAIN, "rank 1: stopped by SIGTERM"),
+    ("signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)", 143, "rank 1 of 2 ended w"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("consequence", [LEFT, LOST, "pass"], ids=["gloo", "RankLost", "waits"])
 @pytest.mark.parametrize(
-    ("act", "code", "line"),
+    ("consequence", "act", "code", "line"),
     [
-        ("raise RuntimeError('no room')", 1, "mmnmt train: rank 1: RuntimeError: no room"),
-        (f"raise RuntimeError('x\\n{FRAMES}')", 1, "mmnmt train: rank 1: RuntimeError: x"),
-        ("raise MemoryError", 1, "mmnmt train: rank 1: MemoryError"),
-        ("raise OSError(errno.EIO, 'Input/output error')", 1, "rank 1: OSError: [Errno 5] Input"),
-        ("raise DataError('A line is bad.')", 2, "mmnmt train: rank 1: A line is bad."),
-        ("os._exit(0)", None, "mmnmt: rank 1 of 2 ended with exit code 0: ending the others."),
-        ("os._exit(3)", 3, "mmnmt: rank 1 of 2 ended with exit code 3: ending the others."),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 of 2 ended with signal SIGKILL: ending"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", EXIT_RUN_AGAIN, "rank 1: stopped by SIGTERM"),
-        ("signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)", 143, "rank 1 of 2 ended w"),
+        *((LEFT, *cause) for cause in CAUSES),
+        *((LOST, *cause) for cause in CAUSES),
+        # A rank that is done ends no other.
+        *(("pass", *cause) for cause in CAUSES if cause[1] is not None),
+        (LEFT, f"raise RuntimeError('x\\n{FRAMES}')", 1, "mmnmt train: rank 1: RuntimeError: x"),
+        (LEFT, "raise MemoryError", 1, "mmnmt train: rank 1: MemoryError"),
+        (LEFT, "raise OSError(errno.EIO, 'Input/output error')", 1, "rank 1: OSError: [Errno 5] I"),
     ],
 )
 def test_the_last_line_and_the_exit_code_are_those_of_the_rank_that_is_the_cause(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    act: str,
-    code: int | None,
-    line: str,
-    consequence: str,
+    tmp_path: Path, consequence: str, act: str, code: int | None, line: str
 ) -> None:
     """Rank 0 stands in for a rank that waits for the other, and ends in its own words or never."""
-    if code is None and consequence == "pass":
-        pytest.skip("a rank that is done ends no other")
     delayed = f"time.sleep(0.02); {consequence}"
-    programs = [AS_STAGE.format(folder=str(tmp_path), act=one) for one in (delayed, act)]
     started = time.monotonic()
-    ended = launch(_as_rank(*programs), processes=2, threads=1)
+    ended = run_ranks([AS_STAGE.format(folder=str(tmp_path), act=one) for one in (delayed, act)])
     assert time.monotonic() - started < 45, "and not after the time of those that all leave"
-    assert ended == code or (code is None and ended in (1, 2))
-    lines = capfd.readouterr().err.splitlines()
+    assert ended.returncode == code or (code is None and ended.returncode in (1, 2))
+    lines = ended.stderr.splitlines()
     assert line in lines[-1]
     assert not any(word in said for said in lines for word in ("gloo", "others wait", "frame #"))
 
@@ -195,25 +189,19 @@ def test_the_last_line_and_the_exit_code_are_those_of_the_rank_that_is_the_cause
     ],
 )
 def test_a_rank_that_stands_still_is_killed_after_another_has_ended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: str, code: int, line: str
+    tmp_path: Path, act: str, code: int, line: str
 ) -> None:
     pid = tmp_path / "pid"
     (tmp_path / "ranks").mkdir()
     stands = f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 19)"
-    programs = [AS_STAGE.format(folder=str(tmp_path / "ranks"), act=one) for one in (act, stands)]
+    acts = (_after(pid) + act, stands)
+    programs = [AS_STAGE.format(folder=str(tmp_path / "ranks"), act=one) for one in acts]
     started = time.monotonic()
-    assert launch(_as_rank(*programs), processes=2, threads=1) == code
+    ended = run_ranks(programs, grace_seconds=1)
+    assert ended.returncode == code
     assert time.monotonic() - started < 45
     assert not _is_alive(int(pid.read_text()))
-    assert line in capfd.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_end_when_asked_is_killed_after_the_grace_period() -> None:
-    started = time.monotonic()
-    arguments = _as_rank(IGNORES_SIGTERM, "import time; time.sleep(1); raise SystemExit(4)")
-    assert launch(arguments, processes=2, threads=1, grace_seconds=0.5) == 4
-    assert 1.5 <= time.monotonic() - started < 10
+    assert line in ended.stderr.splitlines()[-1]
 
 
 def test_a_rank_that_a_signal_killed_counts_as_128_and_its_number() -> None:
@@ -221,15 +209,11 @@ def test_a_rank_that_a_signal_killed_counts_as_128_and_its_number() -> None:
     assert launch(arguments, processes=1, threads=1) == 137
     assert describe_exit(137) == describe_exit(-9) == "signal SIGKILL"
     assert describe_exit(3) == "exit code 3"
-    assert describe_exit(-signal.SIGBUS).startswith(
-        "signal SIGBUS: a file that it read was cut off"
-    )
+    assert describe_exit(-signal.SIGBUS).startswith("signal SIGBUS: a file that it read was cut")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_to_the_launcher_reaches_every_rank(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_launcher_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
     child = (
         "import os, signal, sys, time\n"
         "from pipeline.distributed.process import let_signals_in\n"
@@ -275,11 +259,8 @@ def test_ctrl_c_while_ranks_still_load_is_one_sentence(tmp_path: Path) -> None:
         "from pipeline.cli.ending import guarded\n"
         "sys.exit(guarded('stage', lambda: time.sleep(60)))\n"
     )
-    launcher = subprocess.Popen(
-        _launcher_command(["-c", child, str(tmp_path)], processes=2),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = _launcher_command(["-c", child, str(tmp_path)], processes=2)
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         launcher.send_signal(signal.SIGINT)
@@ -315,9 +296,7 @@ def test_the_ranks_die_when_the_launcher_is_killed_outright(tmp_path: Path) -> N
                 os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-def test_the_folder_of_a_launcher_that_was_killed_goes_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     wait = ["-c", WAIT_FOR_EVER]
@@ -345,11 +324,10 @@ def test_the_folder_of_a_launcher_that_was_killed_goes_at_the_next_start(
     assert [folder.name for folder in tmp_path.iterdir()] == ["mmnmt-reports-made-now"]
 
 
-@pytest.mark.parametrize("name", ["random.py", "pipeline/__init__.py"])
-@pytest.mark.parametrize("own", [False, True], ids=["installed", "in the current folder"])
-def test_ranks_import_from_the_current_folder_only_if_the_launcher_does(
-    name: str, own: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "own"), [("random.py", False), ("pipeline/__init__.py", False), ("random.py", True)]
+)
+def test_ranks_import_as_the_launcher_does(name: str, own: bool, tmp_path: Path) -> None:
     module = name.partition("/")[0].removesuffix(".py")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
@@ -358,12 +336,9 @@ def test_ranks_import_from_the_current_folder_only_if_the_launcher_does(
         "import sys; from pipeline.jobs.launch import launch; "
         f"sys.path[:0] = {[str(tmp_path)] * own}; sys.exit(launch({rank}, processes=1, threads=1))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=60,
-    )
+    command = [sys.executable, "-P", "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
     assert ended.returncode == int(own)
 
 

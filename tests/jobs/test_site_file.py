@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.jobs.plan import (
-    Task,
-    load_plan,
-    num_bytes,
-    resolve_plan,
-    seconds_of,
-)
+from pipeline.jobs.plan import Task, load_plan, num_bytes, resolve_plan, seconds_of
 from pipeline.jobs.site import Site, allocate, load_site
 
 EXAMPLE = Path(__file__).parents[2] / "slurm" / "site.example.toml"
@@ -85,14 +79,9 @@ def test_a_stage_of_workers_is_one_task_with_the_cores_of_all_or_a_rank_for_each
 
 
 def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
-    both = Site.model_validate(
-        {
-            "partition": "gpu",
-            "time": "24:00:00",
-            "node": {"cpus": 8, "gpus": 4},
-            "cpu": {"partition": "cpu", "time": "30", "node": {"cpus": 64}},
-        }
-    )
+    gpu = {"partition": "gpu", "time": "24:00:00", "node": {"cpus": 8, "gpus": 4}}
+    cpu = {"partition": "cpu", "time": "30", "node": {"cpus": 64}}
+    both = Site.model_validate({**gpu, "cpu": cpu})
     shards = allocate(task(tmp_path, "shards"), both)
     dense = allocate(task(tmp_path, "dense", 'time = "1:00:00"\ncpus_per_process = 1'), both)
     assert (shards.queue.partition, shards.time) == ("cpu", "30")
@@ -123,20 +112,10 @@ def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
     assert name in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("6", 360),
-        ("30", 1800),
-        ("30:15", 1815),
-        ("1:30:15", 5415),
-        ("2-12", 216_000),
-        ("2-12:30", 217_800),
-        ("1-0:0:1", 86_401),
-    ],
-)
-def test_time_limits_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
-    assert seconds_of(text) == seconds
+def test_time_limits_are_read_as_sbatch_reads_them() -> None:
+    limits = {"6": 360, "30": 1800, "30:15": 1815, "1:30:15": 5415, "2-12": 216_000}
+    limits |= {"2-12:30": 217_800, "1-0:0:1": 86_401}
+    assert {text: seconds_of(text) for text in limits} == limits
 
 
 def test_sizes_are_read_as_sbatch_reads_them() -> None:
@@ -158,10 +137,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
     [
         ("partition = 'x'", "node is missing"),
         ("[node]\ncpus = 8\ngpu = 2", "Did you mean 'gpus'?"),
-        (
-            "[node]\ncpus = 8\nmemory = 'x'",
-            'node.memory is "x". Write a size of memory',
-        ),
+        ("[node]\ncpus = 8\nmemory = 'x'", 'node.memory is "x". Write a size of memory'),
         (
             "container = 'apptainer exec \"a b.sif\"'\n[node]\ncpus = 8",
             'Write a list of words, ["apptainer", "exec", "a b.sif"].',

@@ -3,11 +3,17 @@
 import json
 import os
 import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from support.fake_slurm_command import answer
 
 NAMES = ("sbatch", "scontrol", "squeue", "scancel")
 PROGRAM = Path(__file__).with_name("fake_slurm_command.py")
@@ -22,9 +28,22 @@ class FakeSlurm:
         self._path = folder / "jobs.json"
         self._save({"jobs": {}, "down": False, "refused": ""})
         for name in NAMES:
-            words = shlex.join([sys.executable, "-S", str(PROGRAM), name, str(self._path)])
-            (self.bin / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+            (self.bin / name).write_text(self._text(name), encoding="utf-8")
             (self.bin / name).chmod(0o755)
+
+    def _text(self, name: str) -> str:
+        words = shlex.join([sys.executable, "-S", str(PROGRAM), name, str(self._path)])
+        return f'#!/bin/sh\nexec {words} "$@"\n'
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Answer in this process where a command on PATH is one of these, else run it."""
+        name, *arguments = command
+        found = shutil.which(name, path=env["PATH"])
+        if found != str(self.bin / name) or Path(found).read_text() != self._text(name):
+            return subprocess.run(command, env=env, **options)
+        return subprocess.CompletedProcess(command, *answer(name, self._path, arguments, env))
 
     def _load(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
@@ -71,7 +90,9 @@ class FakeSlurm:
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """Put made-up commands before all others on PATH."""
+    """Put made-up commands before all others on PATH; ours are answered without a process."""
     fake = FakeSlurm(folder)
     monkeypatch.setenv("PATH", str(fake.bin), prepend=os.pathsep)
+    answers = SimpleNamespace(**vars(subprocess) | {"run": fake.run})
+    monkeypatch.setattr("pipeline.jobs.slurm_commands.subprocess", answers)
     return fake

@@ -45,6 +45,13 @@ class Family:
         """The folder's tokenizer from English to German."""
         return self.tokenizer.from_pretrained(folder, src_lang=self.source, tgt_lang=self.target)
 
+    def tag(self, tokenizer: Any) -> int:
+        """The id of German."""
+        is_m2m100 = self.tokenizer is M2M100Tokenizer
+        find = tokenizer.get_lang_id if is_m2m100 else tokenizer.convert_tokens_to_ids
+        found: int = find(self.target)
+        return found
+
 
 def nllb_folder(
     directory: Path, *, legacy: bool = False, sentencepiece: bytes | None = None, **changes: object

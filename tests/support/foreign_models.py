@@ -125,6 +125,19 @@ def model_of(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> Tran
     return model.to(dtype).eval()
 
 
+def assert_same_logits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Within 1e-5 of the largest of each sentence."""
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = theirs.abs().max()
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+
+
+def logits_of(source: ModelSource, pairs: Sequence[tuple[str, str]]) -> list[Tensor]:
+    """:func:`our_logits` of a source's model, vocabulary and tags."""
+    scheme = source.spec.tag_scheme
+    return our_logits(model_of(source), source.tokenizer.build(), pairs, scheme=scheme)
+
+
 @torch.no_grad()
 def our_logits(
     model: Transformer,

@@ -5,6 +5,7 @@ each rank of each pool would; one that is forked starts in milliseconds.
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -86,6 +87,12 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python PATH ARGUMENTS`` in a forked process."""
     return _run(_script, [str(path), *arguments], folder=folder, given="", timeout=timeout)
+
+
+def run_ranks(programs: Sequence[str], **options: float) -> subprocess.CompletedProcess[str]:
+    """Launch ``python -c PROGRAM`` as a rank for each program; ranks are forked, too."""
+    given = [json.dumps(options), *programs]
+    return _run(_ranks, given, folder=Path.cwd(), given="", timeout=120)
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,14 @@ def command(arguments: list[str]) -> None:
         leave(cli.main(arguments))
 
 
+def _ranks(arguments: list[str]) -> None:
+    options, *programs = arguments
+    code = f"import os; exec({programs!r}[int(os.environ['RANK'])])"
+    with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=_Launched)):
+        size = len(programs)
+        leave(launch.launch(["-c", code], processes=size, threads=1, **json.loads(options)))
+
+
 def _script(arguments: list[str]) -> None:
     sys.argv[:] = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
@@ -206,7 +221,7 @@ class _Launched:
         preexec_fn: Callable[[], None],
     ) -> None:
         words = [word for word in command[1:] if word != "-P"]
-        assert words[:2] == ["-m", "pipeline"]
+        assert words[0] == "-c" or words[:2] == ["-m", "pipeline"]
         assert start_new_session
         self.returncode: int | None = None
         sys.stdout.flush()
@@ -214,11 +229,12 @@ class _Launched:
         if self.pid == 0:
             os.setsid()
             preexec_fn()
-            self._run(words[2:], env)
+            self._run(words, env)
 
-    def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-        """Drop what a new program would not have, and run the command."""
-        code = EXIT_BROKEN
+    def _run(self, words: list[str], environment: Mapping[str, str]) -> NoReturn:
+        """Drop what a new program would not have, and run the code or the command."""
+        is_code = words[0] == "-c"
+        code = 1 if is_code else EXIT_BROKEN
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -230,7 +246,9 @@ class _Launched:
             os.environ.clear()
             os.environ.update(environment)
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-            code = cli.main(arguments)
+            if is_code:
+                _code(words[1:])
+            code = 0 if is_code else cli.main(words[2:])
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.foreign_models import LINES, m2m100_folder
+from support.forked import forking
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 from torch import Tensor
@@ -39,7 +40,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def at_shelf(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own in which the sources are found by their names."""
     for name in ("dense", "moe_lgr", "m2m100"):
         (tmp_path / name).symlink_to(shelf / name)
     monkeypatch.chdir(tmp_path)
@@ -110,9 +110,7 @@ def test_row_12_is_declared_in_ten_lines() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_dry_run_writes_nothing_and_prints_every_module(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_prints_every_module_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
     before = {*Path().iterdir()}
     name = declare(ROW_12)
     assert main(["upcycle", name, "--dry-run"]) == 0
@@ -135,6 +133,7 @@ def files_of(directory: str) -> dict[str, bytes]:
 @pytest.mark.usefixtures("at_shelf")
 def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "FILE_BYTES", 4096)
+    monkeypatch.setattr("pipeline.distributed.workers.get_context", lambda _: forking())
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "one"]) == 0
     assert main(["upcycle", name, "--out", "four", "--processes", "4"]) == 0
@@ -165,7 +164,6 @@ def test_what_is_made_already_is_not_made_again(
 
 
 def batch_of(directory: Path) -> Batch:
-    """Some text between two languages of a checkpoint."""
     tokenizer = open_model(directory).tokenizer.build()
     found = tags(tokenizer, "src-tgt", source="en", target="de")
     examples = [
@@ -201,9 +199,8 @@ def test_the_function_check_measures_what_the_masks_did(
     before = open_model(Path(source))
     if source == "m2m100":
         assert main(["checkpoint", "import", source, "--out", "imported"]) == 0
-    dense = load_model(
-        open_artifact(at_shelf / ("imported" if source != "dense" else source), kind="checkpoint")
-    )
+    checkpoint = at_shelf / ("imported" if source == "m2m100" else source)
+    dense = load_model(open_artifact(checkpoint, kind="checkpoint"))
     batch = batch_of(Path(source))
     one, other = logits(dense, batch), logits(load_model(made), batch)
     largest = ((one - other).abs().max() / one.abs().max()).item()
@@ -218,12 +215,9 @@ def test_the_function_check_measures_what_the_masks_did(
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_part_that_starts_fresh_has_no_function_to_compare(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = ROW_12.replace('decoder = "moe_lgr"', 'decoder = "fresh"').replace(
-        'moe_lgr = "moe_lgr"\n', ""
-    )
+def test_a_fresh_part_has_no_function_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    text = ROW_12.replace('decoder = "moe_lgr"', 'decoder = "fresh"')
+    text = text.replace('moe_lgr = "moe_lgr"\n', "")
     text += "[experts]\nnum_experts = 4\nevery = 2\n"
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     assert receipt_of("made")["function_check"] is None
@@ -246,7 +240,7 @@ def test_bfloat16_rounds_every_tensor_once() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize("like", ["de", "deu_Latn", "de-DE"])
+@pytest.mark.parametrize("like", ["deu_Latn", "de-DE"])
 def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(like: str) -> None:
     added = f'[languages]\ngsw = "{like}"\nlad = "fresh"\n'
     text = ALL_DENSE.format(source="m2m100", ratio=0.0) + added
@@ -266,9 +260,7 @@ def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(l
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_new_vocabulary_keeps_rows_by_piece_and_averages_the_rest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_new_vocabulary_keeps_or_averages_rows(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["ein ganzer Satz mit Wörtern", "whichever sentence goes on", "слова и три слова"]
     m2m100_folder(Path("bigger"), pieces=90, lines=[*LINES, *more])
     assert main(["checkpoint", "import", "bigger", "--out", "vocabulary"]) == 0
@@ -372,9 +364,7 @@ def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_a_declaration_takes_no_recipe_and_needs_an_output(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_declaration_needs_an_output_and_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upcycle", declare(ROW_12)]) == 2
     assert "Pass --out DIR, or --dry-run" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -1,31 +1,24 @@
 """Assembling a mixture of experts from the modules of trained models."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.corpora import bytes_of, writing
+from support.corpora import writing
 from support.sigmoid_router import SigmoidRouter
-from support.stored_checkpoints import byte_spec
+from support.stored_checkpoints import byte_spec, make_checkpoint, set_to
 from support.tiny_models import random_batch, tiny_model
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.tokenizer import write_tokenizer
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Assignment, part_of
-from pipeline.checkpoints.checkpoint import (
-    load_model,
-    own_source,
-    read_spec,
-    read_tokenizer,
-    write_model_files,
-)
+from pipeline.checkpoints.checkpoint import load_model, own_source, read_spec, read_tokenizer
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.parameters import initialize, named_slices
@@ -45,29 +38,13 @@ COPY = UpcyclingConfig(mask_ratio=0.0)
 FEWER = MOE.model_copy(update={"num_experts": 2})
 
 
-def make_checkpoint(
-    directory: Path,
-    model: Transformer,
-    *,
-    change: Callable[[dict[str, Tensor]], object] | None = None,
-) -> Artifact:
-    """A checkpoint of a model, its tensors changed before they are written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    description = bytes_of(model.spec.languages)
-    write_tokenizer(directory, description=description, model=None)
-    tensors = {entry.name: entry.value.clone() for entry in named_slices(model)}
-    if change is not None:
-        change(tensors)
-    with writing(directory / "checkpoint", "checkpoint", "pretrain") as writer:
-        write_weights(writer.directory / "weights", tensors.items())
-        write_model_files(writer, spec=model.spec, tokenizer_dir=directory)
-    return open_artifact(directory / "checkpoint", kind="checkpoint")
+def checkpoint_of(directory: Path, model: Transformer, **options: Any) -> Artifact:
+    return open_artifact(make_checkpoint(directory, model, **options), kind="checkpoint")
 
 
 def planned(
     spec: ModelSpec, parts: Sequence[Artifact | None], config: UpcyclingConfig
 ) -> AssemblyPlan:
-    """The plan of a model from its embeddings, encoder and decoder."""
     named = zip(PARTS, parts, strict=True)
     sources = {part: own_source(artifact) for part, artifact in named if artifact is not None}
     return AssemblyPlan(spec, sources, config, sources["embeddings"].tokenizer)
@@ -96,17 +73,17 @@ def logits(model: Transformer, spec: ModelSpec) -> Tensor:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return make_checkpoint(tmp_path_factory.mktemp("dense"), tiny_model(DENSE, seed=1))
+    return checkpoint_of(tmp_path_factory.mktemp("a") / "dense", tiny_model(DENSE, seed=1))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return make_checkpoint(tmp_path_factory.mktemp("moe"), tiny_model(TOKEN_ROUTED, seed=2))
+    return checkpoint_of(tmp_path_factory.mktemp("b") / "moe", tiny_model(TOKEN_ROUTED, seed=2))
 
 
 @pytest.fixture(scope="module")
 def moe_lgr(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return make_checkpoint(tmp_path_factory.mktemp("lgr"), tiny_model(GROUP_ROUTED, seed=3))
+    return checkpoint_of(tmp_path_factory.mktemp("c") / "lgr", tiny_model(GROUP_ROUTED, seed=3))
 
 
 # ---------------------------------------------------------------- what is assembled
@@ -152,13 +129,8 @@ def test_every_tensor_has_one_rule_and_the_value_that_the_rule_says(
             assert entry.target.endswith(".router.weight")
             fresh = initialize(entry.target, value.shape, spec=GROUP_ROUTED, seed=7)
             assert torch.equal(value, fresh)
-    assert seen == {
-        ("embeddings", "copied"),
-        ("encoder", "copied"),
-        ("encoder", "expert of dense"),
-        ("encoder", "fresh"),
-        ("decoder", "copied"),
-    }
+    of_encoder = {("encoder", rule) for rule in ("copied", "expert of dense", "fresh")}
+    assert seen == {("embeddings", "copied"), ("decoder", "copied"), *of_encoder}
 
 
 def test_a_part_without_a_source_starts_fresh(dense: Artifact) -> None:
@@ -180,8 +152,7 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     plan, tensors = assembled(GROUP_ROUTED, parts, UpcyclingConfig(mask_ratio=0.5))
     assert {entry.rule for entry in plan} == {"copied", "group router of token router"}
     torch.testing.assert_close(
-        logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED),
-        logits(load_model(moe), TOKEN_ROUTED),
+        logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED), logits(load_model(moe), TOKEN_ROUTED)
     )
 
 
@@ -220,7 +191,7 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert rules == {"copied", "expert of expert", "rows of more experts"}
 
 
-def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
+def test_more_experts_lengthen_other_routers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_router(spec: ModelSpec, moe: MoEConfig, **_: object) -> nn.Module:
@@ -230,7 +201,7 @@ def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
 
     monkeypatch.setattr("pipeline.model.moe.layer.build_router", build_router)
     model = tiny_model(byte_spec(moe=MOE))
-    source = make_checkpoint(tmp_path / "moe", model)
+    source = checkpoint_of(tmp_path / "moe", model)
     more = byte_spec(moe=MOE.model_copy(update={"num_experts": 6}))
     _, tensors = assembled(more, [source, source, source], COPY)
     before = {entry.name: entry.value for entry in named_slices(model)}
@@ -246,27 +217,15 @@ def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
 @pytest.mark.parametrize(
     ("source", "spec", "words"),
     [
-        (
-            "moe",
-            byte_spec(moe=FEWER),
-            r"has 4 experts per layer and the model 2\. Prune it .*, fine-tune it here before",
-        ),
+        ("moe", byte_spec(moe=FEWER), r"has 4 experts per layer and the model 2\. Prune .*before"),
         ("moe", byte_spec(moe=MOE, layers=1), r"29 tensors of the encoder of .* lost \(encoder"),
         ("moe", DENSE, r"nothing for encoder.layers.1.feed_forward.up"),
         ("dense", byte_spec(moe=MOE, layers=3), r"nothing for encoder.layers.2.*\[model\]"),
-        (
-            "dense",
-            byte_spec(moe=MOE, feed_forward_width=48),
-            r"has shape \(\d+, 16\), .* needs \(48, 16\)",
-        ),
+        ("dense", byte_spec(moe=MOE, feed_forward_width=48), r"\(\d+, 16\), .* needs \(48, 16\)"),
         ("dense", byte_spec(moe=MOE, width=32), r"has shape \(\d+, 16\), .* needs \(\d+, 32\)"),
-        (
-            "moe_lgr",
-            byte_spec(moe=MOE, groups=4),
-            r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)",
-        ),
+        ("moe_lgr", byte_spec(moe=MOE, groups=4), r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)"),
     ],
-    ids=["experts", "lost", "to dense", "no layer", "width", "model width", "groups"],
+    ids=str,
 )
 def test_a_source_that_does_not_fit_is_an_error_that_names_the_tensor(
     source: str, spec: ModelSpec, words: str, request: pytest.FixtureRequest
@@ -340,9 +299,7 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     assert any(row.startswith("encoder routers") and row.endswith("fresh") for row in rows)
 
 
-def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
-    dense: Artifact, tmp_path: Path
-) -> None:
+def test_converter_layers_are_added_and_taken_away_again(dense: Artifact, tmp_path: Path) -> None:
     """Their language tokens are those of the vocabulary, which the source does not note."""
     model = DENSE.model.model_copy(update={"converter_layers": 1})
     upcycle.run(upcycle_call(tmp_path / "told", model, dict.fromkeys(PARTS, dense)))
@@ -363,29 +320,24 @@ def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
     assert torch.equal(logits(plain, DENSE), logits(load_model(dense), DENSE))
 
 
-def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
-    dense: Artifact, tmp_path: Path
-) -> None:
+def test_a_fresh_group_routed_decoder_takes_given_groups(dense: Artifact, tmp_path: Path) -> None:
     numbers = dict(zip(DENSE.languages, (1, 0, 1, 1), strict=True))
-    artifacts = {
-        "embeddings": dense,
-        "encoder": dense,
-        "groups": make_groups(tmp_path / "groups", numbers),
-    }
+    groups = make_groups(tmp_path / "groups", numbers)
+    artifacts = {"embeddings": dense, "encoder": dense, "groups": groups}
     model = GROUP_ROUTED.model.model_copy(update={"initialization": "fairseq"})  # not the sources'
     upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
     spec = read_spec(open_artifact(tmp_path / "made", kind="checkpoint"))
     assert (spec.language_groups, spec.model.initialization) == ((1, 0, 1, 1), "fairseq")
 
 
-def test_sources_that_do_not_belong_together_are_refused(
+def test_sources_of_other_models_are_refused(
     dense: Artifact, moe_lgr: Artifact, tmp_path: Path
 ) -> None:
     groups = make_groups(tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True)))
     languages = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
     tags = DENSE.model_copy(update={"tag_scheme": "tgt"})
-    languages_of = make_checkpoint(tmp_path / "languages", tiny_model(languages))
-    tags_of = make_checkpoint(tmp_path / "tags", tiny_model(tags))
+    languages_of = checkpoint_of(tmp_path / "languages", tiny_model(languages))
+    tags_of = checkpoint_of(tmp_path / "tags", tiny_model(tags))
     for changes, words in (
         ({"decoder": moe_lgr, "groups": groups}, "leave the groups out"),
         ({"decoder": languages_of}, r"The tokenizers of .* differ"),
@@ -420,15 +372,10 @@ def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_ref
 
 
 def test_a_damaged_source_leaves_no_checkpoint(dense: Artifact, tmp_path: Path) -> None:
-    def widen(tensors: dict[str, Tensor]) -> None:
-        tensors["decoder.layers.1.feed_forward.down.bias"] = torch.zeros(17)
-
-    other = make_checkpoint(tmp_path / "other", tiny_model(DENSE), change=widen)
-    call = upcycle_call(
-        tmp_path / "made",
-        TOKEN_ROUTED.model,
-        {"embeddings": dense, "encoder": dense, "decoder": other},
-    )
+    widen = set_to("decoder.layers.1.feed_forward.down.bias", torch.zeros(17))
+    other = checkpoint_of(tmp_path / "other", tiny_model(DENSE), change=widen)
+    parts = {"embeddings": dense, "encoder": dense, "decoder": other}
+    call = upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, parts)
     with pytest.raises(CheckpointError, match=r"down.bias \[17\] instead of \[16\]"):
         upcycle.run(call)
     assert list(tmp_path.glob("*made*")) == []

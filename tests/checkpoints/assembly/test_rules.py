@@ -8,22 +8,15 @@ from pipeline.checkpoints.assembly.rules import diversified
 from pipeline.checkpoints.settings import UpcyclingConfig
 
 LAYER = "encoder.layers.1.feed_forward"
-TENSORS = {
-    "up.weight": (128, 64),
-    "up.bias": (128,),
-    "down.weight": (64, 128),
-    "down.bias": (64,),
-}
+TENSORS = {"up.weight": (128, 64), "up.bias": (128,), "down.weight": (64, 128), "down.bias": (64,)}
 
 
 def dense_layer() -> dict[str, Tensor]:
-    """A dense layer without zeros."""
     generator = torch.Generator().manual_seed(1)
     return {name: torch.rand(shape, generator=generator) + 0.5 for name, shape in TENSORS.items()}
 
 
 def experts(config: UpcyclingConfig, ids: list[int]) -> dict[int, dict[str, Tensor]]:
-    """Experts made of a dense layer, in the order of the ids."""
     return {
         index: {
             name: diversified(value, f"{LAYER}.experts.{index}.{name}", config)
@@ -46,9 +39,7 @@ def test_the_masks_of_32_experts_all_differ(method: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.4])
-def test_the_asked_share_of_every_tensor_is_zero_and_the_rest_is_not_rescaled(
-    ratio: float,
-) -> None:
+def test_the_asked_share_of_every_tensor_is_zero_and_the_rest_is_not_rescaled(ratio: float) -> None:
     made = experts(UpcyclingConfig(mask_ratio=ratio), list(range(32)))
     for name, whole in dense_layer().items():
         values = torch.stack([tensors[name] for tensors in made.values()])

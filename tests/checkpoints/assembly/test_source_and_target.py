@@ -41,9 +41,7 @@ def spelled(tokenizer: Tokenizer) -> dict[tuple[bool, str], int]:
     return {(i < tokenizer.output_size, piece): i for i, piece in pieces.items() if piece}
 
 
-def test_experts_of_such_a_checkpoint_compute_what_it_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_experts_compute_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dense = own_checkpoint(Path("dense"), tokenizer=tokenizer_of_two())
     Path("assembly.toml").write_text(UPCYCLED, encoding="utf-8")

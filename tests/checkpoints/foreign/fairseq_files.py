@@ -39,8 +39,6 @@ LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
 
 @dataclass(frozen=True)
 class Files:
-    """A vocabulary on disk, and what its dictionary numbers."""
-
     vocabulary: FairseqVocabulary
     symbols: dict[str, int]
     """Symbol → id, language tokens included."""
@@ -67,15 +65,8 @@ def vocabulary_files(
 
 
 def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
-    """A configuration of transformers of the sizes in ``SIZES``."""
-    shared: dict[str, object] = {
-        **SETTINGS,
-        "activation_function": "relu",
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-    }
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    shared: dict[str, object] = {**SETTINGS, "activation_function": "relu", **ids}
     match kind():
         case FSMTConfig():
             shared |= {"src_vocab_size": size, "tgt_vocab_size": size, "langs": ["en", "de"]}
@@ -85,7 +76,6 @@ def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
 
 
 def as_fairseq(peer: Any) -> dict[str, Tensor]:
-    """The weights of a model of transformers by fairseq's names."""
     weights = {
         name.removeprefix("model."): value.detach().clone()
         for name, value in peer.state_dict().items()

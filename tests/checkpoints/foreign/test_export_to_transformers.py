@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported_models import (
-    BEYOND,
-    HUNDRED,
-    TRANSFORMERS_5,
-    named_tokenizer,
-    own_checkpoint,
-)
+from support.exported_models import BEYOND, HUNDRED, TRANSFORMERS_5, named_tokenizer, own_checkpoint
 from support.foreign_models import (
     LINES,
     PAIRS,
+    assert_same_logits,
+    logits_of,
     model_of,
-    our_logits,
     our_translations,
     their_logits,
     their_translations,
@@ -112,11 +107,7 @@ def test_ids_of_text_are_ours_in_another_order(exported: Exported) -> None:
     assert ours.encode(typed[2]) == ours.encode(LINES[1])
     for line in [*LINES, "щ unknown щ漢字 letters", "  many   spaces ", "", *typed]:
         theirs = exported.tokenizer(line)["input_ids"]
-        assert [exported.rows[index] for index in theirs] == [
-            prompt,
-            *ours.encode(line),
-            ours.eos_id,
-        ]
+        assert [exported.rows[i] for i in theirs] == [prompt, *ours.encode(line), ours.eos_id]
 
 
 def test_ids_become_the_text_they_are_here(exported: Exported) -> None:
@@ -128,38 +119,21 @@ def test_ids_become_the_text_they_are_here(exported: Exported) -> None:
 @pytest.mark.usefixtures("right_version")
 def test_logits_are_ours(exported: Exported) -> None:
     source = exported.source
-    found = our_logits(
-        model_of(source), source.tokenizer.build(), PAIRS, scheme=source.spec.tag_scheme
-    )
     theirs = their_logits(exported.model, exported.tokenizer, PAIRS)
     places = [index for index, row in enumerate(exported.rows) if row is not None]
     rows = [row for row in exported.rows if row is not None]
     assert sorted(rows) == list(range(source.spec.vocabulary_size)), "every id of ours is there"
-    for ours, others in zip(found, theirs, strict=True):
-        scale = ours.abs().max()
-        torch.testing.assert_close(
-            others[:, places] / scale, ours[:, rows] / scale, rtol=0, atol=1e-5
-        )
+    found = [ours[:, rows] for ours in logits_of(source, PAIRS)]
+    assert_same_logits([other[:, places] for other in theirs], found)
 
 
 @pytest.mark.usefixtures("right_version")
-@pytest.mark.parametrize("beams", [1, 5])
-def test_translations_are_ours_token_for_token(beams: int, exported: Exported) -> None:
+def test_translations_are_ours_token_for_token(exported: Exported) -> None:
     source = exported.source
-    ours = our_translations(
-        model_of(source, dtype=torch.float64),
-        source.tokenizer.build(),
-        LINES,
-        beams=beams,
-        limit=20,
-    )
+    model, tokenizer = model_of(source, dtype=torch.float64), source.tokenizer.build()
+    ours = our_translations(model, tokenizer, LINES, beams=5, limit=20)
     theirs = their_translations(
-        exported.model.double(),
-        exported.tokenizer,
-        LINES,
-        beams=beams,
-        limit=20,
-        tag=exported.tag,
+        exported.model.double(), exported.tokenizer, LINES, beams=5, limit=20, tag=exported.tag
     )
     exported.model.float()
     assert [tuple(exported.rows[index] for index in one) for one in theirs] == ours

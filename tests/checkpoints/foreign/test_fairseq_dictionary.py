@@ -16,7 +16,6 @@ TEXTS = [*LINES, "не́что unbekanntes ₿ 漢字", "", "  two  spaces "]
 
 
 def write(directory: Path, lines: Sequence[str]) -> FairseqVocabulary:
-    """A dictionary of these lines beside a SentencePiece model."""
     (directory / "dict.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (directory / "spm.model").write_bytes(sentencepiece_model())
     return FairseqVocabulary(directory / "dict.txt", directory / "spm.model")
@@ -71,20 +70,15 @@ def test_every_scheme_spells_a_token_as_it_is_read(tmp_path: Path) -> None:
     assert spelled == ["__de__", "<2de>", "[de]", "LANG_TOK_DE"]
 
 
-def test_languages_that_the_dictionary_lacks_follow_it_in_the_order_of_the_task(
-    tmp_path: Path,
-) -> None:
+def test_languages_that_the_dictionary_lacks_follow_in_the_task_s_order(tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path, languages=("fr",))
     languages = ["ru", "fr", "de"]
     found = files.vocabulary.tokenizer(
         size=files.size + 2, languages=languages, style="underscores"
     )
     tokenizer = found.build()
-    assert [tokenizer.language_token_id(code) for code in languages] == [
-        files.size,
-        files.symbols["__fr__"],
-        files.size + 1,
-    ]
+    expected = [files.size, files.symbols["__fr__"], files.size + 1]
+    assert [tokenizer.language_token_id(code) for code in languages] == expected
 
 
 def test_languages_that_are_named_go_before_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -143,9 +137,7 @@ def test_a_line_is_ended_by_nothing_but_a_line_break(tmp_path: Path) -> None:
         (["▁nothing 9", "▁of 8", "__en__ 1"], "of one checkpoint"),
     ],
 )
-def test_a_dictionary_of_other_pieces_is_refused(
-    lines: list[str], words: str, tmp_path: Path
-) -> None:
+def test_a_dictionary_of_others_is_refused(lines: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         write(tmp_path, lines).tokenizer(size=7, style="underscores")
 
@@ -153,8 +145,7 @@ def test_a_dictionary_of_other_pieces_is_refused(
 @pytest.mark.parametrize(
     ("difference", "languages", "words"),
     [
-        (-1, ("de", "en"), "model has {} embeddings"),
-        (100, ("de", "en"), "model has {} embeddings"),
+        *((difference, ("de", "en"), "model has {} embeddings") for difference in (-1, 100)),
         (0, (), "--languages de en"),
     ],
 )

@@ -18,7 +18,7 @@ from fairseq_files import (
     vocabulary_files,
     write_checkpoint,
 )
-from support.foreign_models import PAIRS, model_of, our_logits, spread
+from support.foreign_models import PAIRS, assert_same_logits, logits_of, spread
 from torch import Tensor
 from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 
@@ -48,15 +48,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def peer(files: Files) -> Any:
-    config = peer_config(
-        NllbMoeConfig,
-        size=files.size,
-        num_experts=EXPERTS,
-        encoder_sparse_step=2,
-        decoder_sparse_step=2,
-        moe_token_dropout=MASKED,
-        scale_embedding=True,
-    )
+    moe = {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": MASKED}
+    moe |= {"num_experts": EXPERTS, "scale_embedding": True}
+    config = peer_config(NllbMoeConfig, size=files.size, **moe)
     return spread(NllbMoeForConditionalGeneration(config), eos_id=2)
 
 
@@ -97,11 +91,8 @@ def test_logits_equal_the_library_s_for_any_number_of_ranks(
 ) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=ranks)
     source = open_foreign(path, vocabulary=files.vocabulary)
-    tokenizer = source.tokenizer.build()
-    found = our_logits(model_of(source), tokenizer, PAIRS, scheme=source.spec.tag_scheme)
-    for ours, theirs in zip(found, peer_logits(peer, tokenizer, PAIRS), strict=True):
-        scale = theirs.abs().max()
-        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+    expected = peer_logits(peer, source.tokenizer.build(), PAIRS)
+    assert_same_logits(logits_of(source, PAIRS), expected)
 
 
 def test_every_expert_is_under_its_global_number_scaled_by_what_training_kept(
@@ -123,9 +114,7 @@ def test_every_expert_is_under_its_global_number_scaled_by_what_training_kept(
                     assert torch.equal(found, expected)
 
 
-def test_one_expert_of_every_token_keeps_its_probability(
-    weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_top_1_experts_keep_the_probability(weights: Weights, files: Files, tmp_path: Path) -> None:
     args = settings(**(MOE | {"moe_top1_expert": True, "moe_second_expert_policy": "sampling"}))
     path = write_ranks(tmp_path, weights, args, ranks=2)
     moe = open_foreign(path, vocabulary=files.vocabulary).spec.model.moe
@@ -135,9 +124,7 @@ def test_one_expert_of_every_token_keeps_its_probability(
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_the_missing_file_of_a_rank_is_named(
-    rank: int, weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_a_missing_rank_is_named(rank: int, weights: Weights, files: Files, tmp_path: Path) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=4)
     (tmp_path / f"checkpoint_2-rank-{rank}.pt").unlink()
     with pytest.raises(CheckpointError, match=rf"checkpoint_2-rank-{rank}\.pt, .* is missing"):
@@ -163,7 +150,7 @@ def test_files_of_ranks_that_do_not_belong_together_are_refused(
         open_foreign(path, vocabulary=files.vocabulary)
 
 
-def test_files_that_more_ranks_left_behind_are_refused(
+def test_files_left_by_more_ranks_are_refused(
     weights: Weights, files: Files, tmp_path: Path
 ) -> None:
     write_ranks(tmp_path, weights, settings(**MOE), ranks=4)
@@ -208,9 +195,7 @@ def test_the_file_of_a_rank_is_no_model(weights: Weights, files: Files, tmp_path
         open_foreign(tmp_path / "checkpoint_2-rank-1.pt", vocabulary=files.vocabulary)
 
 
-def test_the_record_is_of_the_files_of_all_ranks(
-    weights: Weights, files: Files, tmp_path: Path
-) -> None:
+def test_the_record_has_files_of_all_ranks(weights: Weights, files: Files, tmp_path: Path) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=2)
     before = open_foreign(path, vocabulary=files.vocabulary).record
     name = "decoder.layers.1.moe_layer.experts.3.fc2.bias"

@@ -21,8 +21,6 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=tor
 
 
 class Payload:
-    """Makes a file as it is unpickled."""
-
     def __init__(self, target: Path) -> None:
         self.target = target
 
@@ -84,7 +82,6 @@ def test_state_of_training_that_nobody_needs_is_passed_over(tmp_path: Path) -> N
 
 
 def compressed(path: Path) -> None:
-    """A checkpoint's archive with a compressed entry."""
     torch.save({"model": WEIGHTS}, path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("m/c", b"x" * 1000)
@@ -148,9 +145,7 @@ def a_list(path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_is_no_checkpoint_is_refused(write: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     write(path)
     before = set(tmp_path.iterdir())
@@ -166,20 +161,13 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     "found",
     [
-        None,
-        {},
-        {"a": [1.0]},
-        {1: torch.ones(2)},
-        {"a\nb": torch.ones(2)},
+        *(None, {}, {"a": [1.0]}, {1: torch.ones(2)}, {"a\nb": torch.ones(2)}),
         {"a": torch.ones(1).expand(10**6, 10**6)},
-        {"a": torch.eye(3).to_sparse()},
-        {"a": torch.ones(2, device="meta")},
+        *({"a": torch.eye(3).to_sparse()}, {"a": torch.ones(2, device="meta")}),
     ],
     ids="none, empty, list, number for name, lines, expanded, sparse, no values".split(", "),
 )
-def test_weights_are_ordinary_tensors_all_of_whose_values_are_there(
-    found: object, tmp_path: Path
-) -> None:
+def test_weights_are_ordinary_tensors_with_all_values(found: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         StateDict.checked(tmp_path, found)
 

@@ -9,20 +9,18 @@ from support.foreign_families import FAMILIES, Family, forced_logits
 from support.foreign_models import (
     LINES,
     PAIRS,
+    assert_same_logits,
+    logits_of,
     model_of,
-    our_logits,
     our_translations,
     their_translations,
 )
-from torch import Tensor
 
 from pipeline.artifacts.tokenizer import tags
 from pipeline.checkpoints.importing import open_foreign
 
 
 class Opened:
-    """A family's folder, its model and its tokenizer."""
-
     def __init__(self, name: str, folder: Path) -> None:
         self.family: Family = FAMILIES[name]
         self.folder = folder
@@ -30,11 +28,7 @@ class Opened:
         self.peer.generation_config.forced_eos_token_id = None
         """mBART's would end what is cut off, which ours does not."""
         self.tokenizer: Any = self.family.read_tokenizer(folder)
-        self.tag: int = (
-            self.tokenizer.get_lang_id("de")
-            if name.endswith("M2M-100")
-            else self.tokenizer.convert_tokens_to_ids(self.family.target)
-        )
+        self.tag = self.family.tag(self.tokenizer)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -42,19 +36,9 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Opened(request.param, tmp_path_factory.mktemp("foreign") / "model")
 
 
-def assert_same_logits(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Within 1e-5 of the largest."""
-    for ours, theirs in zip(found, expected, strict=True):
-        scale = theirs.abs().max()
-        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
-
-
 def test_logits_of_a_padded_batch_are_those_of_the_library(opened: Opened) -> None:
-    source = open_foreign(opened.folder)
-    tokenizer = source.tokenizer.build()
-    found = our_logits(model_of(source), tokenizer, PAIRS, scheme=source.spec.tag_scheme)
     expected = forced_logits(opened.peer, opened.tokenizer, PAIRS, tag=opened.tag)
-    assert_same_logits(found, expected)
+    assert_same_logits(logits_of(open_foreign(opened.folder), PAIRS), expected)
 
 
 @pytest.mark.parametrize("beams", [1, 5])

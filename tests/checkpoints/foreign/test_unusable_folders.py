@@ -12,12 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.folder_listing import names_in
-from support.foreign_families import (
-    VOCABULARY_FILE,
-    mbart50_folder,
-    nllb_folder,
-    nllb_moe_folder,
-)
+from support.foreign_families import VOCABULARY_FILE, mbart50_folder, nllb_folder, nllb_moe_folder
 from support.foreign_models import sentencepiece_model
 from torch import Tensor
 from transformers import M2M100ForConditionalGeneration, MBartTokenizer, NllbTokenizer
@@ -41,7 +36,6 @@ def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(nllb: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
     copy = tmp_path / "model"
     copy.mkdir()
     for path in nllb.iterdir():
@@ -151,10 +145,8 @@ def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path)
 def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
     """As transformers does: it writes a model in one file without removing an older index."""
     older = load_file(folder / WEIGHTS)
-    save_file(older | {NORM: older[NORM] + 1}, folder / "model-00001-of-00001.safetensors")
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {NORM: "model-00001-of-00001.safetensors"}})
-    )
+    save_file(older | {NORM: older[NORM] + 1}, folder / "model-1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
     loaded = M2M100ForConditionalGeneration.from_pretrained(folder).state_dict()[NORM]
     ours = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
     assert torch.equal(ours, loaded)
@@ -183,9 +175,7 @@ def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(
     assert f"names {shown(outside)}, which is no file of the folder" in said
 
 
-def test_missing_and_pickled_weights_are_refused_with_the_way_to_write_others(
-    folder: Path,
-) -> None:
+def test_missing_and_pickled_weights_are_refused_with_a_way_out(folder: Path) -> None:
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
@@ -201,9 +191,7 @@ def test_missing_and_pickled_weights_are_refused_with_the_way_to_write_others(
 @pytest.mark.parametrize(
     "content", [b"", struct.pack("<Q", 22) + b'{"__metadata__": "a"} ', b"\xff" * 8]
 )
-def test_weights_that_are_no_safetensors_are_refused_with_what_to_do(
-    folder: Path, content: bytes
-) -> None:
+def test_weights_that_are_no_safetensors_are_refused(folder: Path, content: bytes) -> None:
     (folder / WEIGHTS).write_bytes(content)
     said = refusal(folder)
     assert f"{WEIGHTS} cannot be read as safetensors" in said
@@ -219,9 +207,7 @@ def test_weights_that_are_no_safetensors_are_refused_with_what_to_do(
     ],
     ids=["nan", "inf", "int8"],
 )
-def test_values_that_are_no_numbers_and_quantized_weights_are_refused(
-    value: Tensor, said: str, folder: Path
-) -> None:
+def test_nan_inf_and_quantized_weights_are_refused(value: Tensor, said: str, folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({NORM: value}))
     assert said in refusal(folder)
     edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
@@ -229,13 +215,9 @@ def test_values_that_are_no_numbers_and_quantized_weights_are_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
-    dtype: torch.dtype, folder: Path
-) -> None:
+def test_weights_of_other_float_types_stay_as_they_are(dtype: torch.dtype, folder: Path) -> None:
     value = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
-    edit_tensors(
-        folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()})
-    )
+    edit_tensors(folder, lambda every: every.update({k: v.to(dtype) for k, v in every.items()}))
     found = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
     assert torch.equal(found, value.to(dtype))
 
@@ -254,10 +236,7 @@ def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
         ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
         ({"decoder_ffn_dim": 64}, "encoder_ffn_dim = 32 and decoder_ffn_dim = 64; only equal"),
         ({"decoder_attention_heads": 4}, "decoder_attention_heads = 4; only equal"),
-        (
-            {"activation_function": "swish"},
-            "activation_function = swish (Input should be 'relu'",
-        ),
+        ({"activation_function": "swish"}, "activation_function = swish (Input should be 'relu'"),
         ({"d_model": "wide"}, "d_model = wide (Input should be a valid integer"),
         ({"d_model": 15}, "width 15 is not a multiple of num_heads 2"),
         ({"vocab_size": 90}, "an id lies beyond size 90"),
@@ -328,9 +307,7 @@ def test_an_import_says_how_many_rows_of_the_embedding_have_no_token(
     assert unused("--overwrite") == before + rows
 
 
-def test_a_folder_without_its_sentencepiece_model_is_refused_with_the_way_out(
-    folder: Path,
-) -> None:
+def test_a_folder_without_its_sentencepiece_model_is_refused(folder: Path) -> None:
     (folder / VOCABULARY_FILE).unlink()
     assert f"{VOCABULARY_FILE} cannot be read" in refusal(folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -359,12 +336,7 @@ def test_a_vocabulary_that_is_none_or_has_specials_elsewhere_is_refused(folder: 
         ({"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs"),
         ({"added_tokens_decoder": {"9999": {"content": "deu_Latn"}}}, "an id lies beyond size"),
         (
-            {
-                "added_tokens_decoder": {
-                    "70": {"content": "deu_Latn"},
-                    "1": {"content": "eng_Latn"},
-                }
-            },
+            {"added_tokens_decoder": {"70": {"content": "deu_Latn"}, "1": {"content": "eng_Latn"}}},
             "two pieces, specials or languages have one id",
         ),
     ],
@@ -395,9 +367,7 @@ def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["NllbTokenizer", "NllbTokenizerFast"])
-def test_the_model_s_configuration_names_the_tokenizer_if_no_other_file_does(
-    name: str, folder: Path
-) -> None:
+def test_the_model_s_configuration_may_name_the_tokenizer(name: str, folder: Path) -> None:
     tokens = NllbTokenizer.from_pretrained(folder).get_added_vocab()
     edit_json(folder / "tokenizer_config.json", tokenizer_class=None)
     assert "tokenizer_config.json names no tokenizer_class, so the kind of" in refusal(folder)
