@@ -377,6 +377,8 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
 def load_pieces(model: bytes, path: Path) -> SentencePieceProcessor:
     """Load a SentencePiece model; raise CheckpointError, which names ``path``, if it is none."""
     try:
+        if not model:  # SentencePiece accepts an empty model, and then fails in every call
+            raise RuntimeError("it is empty")
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise CheckpointError(f"{path} is not a SentencePiece model. {RESTORE}") from error

@@ -177,6 +177,13 @@ def test_a_missing_or_foreign_file_is_named(name: str, tmp_path: Path) -> None:
             files.vocabulary.tokenizer(size=files.size, style="underscores")
 
 
+def test_an_empty_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    files = vocabulary_files(tmp_path)
+    files.vocabulary.sentencepiece.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="spm.model is not a SentencePiece model"):
+        files.vocabulary.tokenizer(size=files.size, style="underscores")
+
+
 @pytest.mark.parametrize("named", [{"dictionary"}, {"sentencepiece"}, {"languages"}])
 def test_one_file_without_the_other_is_refused(named: set[str]) -> None:
     dictionary = Path("dict.txt") if "dictionary" in named else None

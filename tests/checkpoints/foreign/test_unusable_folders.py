@@ -18,7 +18,7 @@ from support.foreign_families import (
     nllb_folder,
     nllb_moe_folder,
 )
-from support.foreign_models import sentencepiece_model
+from support.foreign_models import m2m100_folder, sentencepiece_model
 from torch import Tensor
 from transformers import M2M100ForConditionalGeneration, MBartTokenizer, NllbTokenizer
 
@@ -329,12 +329,18 @@ def test_a_folder_without_its_sentencepiece_model_is_refused_with_the_way_out(
 def test_a_vocabulary_that_is_none_or_has_specials_elsewhere_is_refused(folder: Path) -> None:
     elsewhere = sentencepiece_model(specials={"pad_id": 0, "unk_id": 3})
     for content, words in (
-        (b"", f"{VOCABULARY_FILE} begins with the pieces"),
+        (b"", f"{VOCABULARY_FILE} is not a SentencePiece model"),
         (b"no model", f"{VOCABULARY_FILE} is not a SentencePiece model"),
         (elsewhere, "begins with the pieces <pad> <s> </s>"),
     ):
         (folder / VOCABULARY_FILE).write_bytes(content)
         assert words in refusal(folder)
+
+
+def test_an_empty_vocabulary_of_m2m100_is_refused(tmp_path: Path) -> None:
+    m2m100_folder(tmp_path / "m2m100")
+    (tmp_path / "m2m100" / VOCABULARY_FILE).write_bytes(b"")
+    assert f"{VOCABULARY_FILE} is not a SentencePiece model" in refusal(tmp_path / "m2m100")
 
 
 @pytest.mark.parametrize(
