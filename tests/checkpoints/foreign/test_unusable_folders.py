@@ -20,7 +20,12 @@ from support.foreign_families import (
 )
 from support.foreign_models import m2m100_folder, sentencepiece_model
 from torch import Tensor
-from transformers import M2M100ForConditionalGeneration, MBartTokenizer, NllbTokenizer
+from transformers import (
+    M2M100ForConditionalGeneration,
+    M2M100Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+)
 
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import main
@@ -368,6 +373,26 @@ def test_a_tokenizer_that_cannot_be_numbered_is_refused(
 ) -> None:
     edit_json(folder / "tokenizer_config.json", **changes)
     assert said in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(nllb_folder, NllbTokenizer), (m2m100_folder, M2M100Tokenizer)]
+)
+def test_words_that_were_added_to_a_vocabulary_are_refused(
+    make: Callable[[Path], Any], kind: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    make(folder)
+    tokenizer = kind.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<formal>"]})
+    tokenizer.save_pretrained(folder)
+    open_foreign(folder)  # text that spells out a special token is text here
+    tokenizer.add_tokens(["Satz"])
+    assert "Satz" in tokenizer.tokenize("Das ist ein Satz.")
+    tokenizer.save_pretrained(folder)
+    assert "has the added token 'Satz'" in refusal(folder)
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder={})  # an older library's
+    assert "has the added token 'Satz'" in refusal(folder)
 
 
 def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
