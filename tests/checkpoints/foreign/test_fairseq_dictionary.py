@@ -194,7 +194,7 @@ def test_a_missing_or_foreign_file_is_named(name: str, tmp_path: Path) -> None:
 def test_an_empty_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path)
     files.vocabulary.sentencepiece.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="spm.model is not a SentencePiece model"):
+    with pytest.raises(CheckpointError, match=r"spm\.model is not a SentencePiece model"):
         files.vocabulary.tokenizer(size=files.size, style="underscores")
 
 
