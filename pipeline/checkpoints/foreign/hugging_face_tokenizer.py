@@ -286,7 +286,7 @@ def _added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int
 
 
 def _listed_tokens(folder: ModelFolder, config: TokenizerConfig) -> Sequence[str]:
-    """Return the special tokens beyond the usual ones that a file of the folder lists."""
+    """Return the additional special tokens that a file of the folder lists."""
     if not config.additional_special_tokens and folder.has(SPECIAL_TOKENS_FILE):
         return folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
     return config.additional_special_tokens or ()
