@@ -308,7 +308,7 @@ def finished_manifest(path: Path, *, wanted: str = "artifact") -> Manifest:
     if path.is_dir() and (manifest := read_manifest(path)):
         return manifest
     if wanted in ("artifact", "checkpoint", "tokenizer"):
-        refuse_foreign(path)
+        refuse_foreign(path, wanted=wanted)
     if not path.exists():
         raise ArtifactError(f"{path} does not exist. Run the stage that makes the {wanted} first.")
     raise ArtifactError(
@@ -317,16 +317,18 @@ def finished_manifest(path: Path, *, wanted: str = "artifact") -> Manifest:
     )
 
 
-def refuse_foreign(path: Path) -> None:
-    """Refuse a model of other software; the ArtifactError names the command that converts it."""
+def refuse_foreign(path: Path, *, wanted: str = "artifact") -> None:
+    """Refuse a model of other software; the ArtifactError names the commands that convert it."""
     is_file = path.is_file() and path.suffix == ".pt"
     if is_file or (path / "config.json").is_file():
         out = f"runs/{path.resolve().name.removesuffix('.pt')}"
         options = " --dictionary dict.txt --sentencepiece FILE" if is_file else ""
-        raise ArtifactError(
-            f"{path} is a model of other software. Run `mmnmt checkpoint import "
-            f"{quote(str(path))}{options} --out {quote(out)}`, and name {out}."
-        )
+        command = "mmnmt checkpoint import"
+        commands = f"`{command} {quote(str(path))}{options} --out {quote(out)}`"
+        if wanted == "tokenizer":  # the import makes a checkpoint, which contains it
+            model, out = quote(out), f"{out}-tokenizer"
+            commands += f" and `{command} {model} --tokenizer --out {quote(out)}`"
+        raise ArtifactError(f"{path} is a model of other software. Run {commands}, and name {out}.")
 
 
 def open_artifact(path: Path, *, kind: Kind) -> Artifact:

@@ -379,6 +379,8 @@ def leave(code: int) -> NoReturn:
     tensor during the teardown then aborts the process ("terminate called without an active
     exception") although all work is done.
     """
+    # All is said by now. Ctrl-C pressed once more would print a traceback of an exit handler.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "torch" not in sys.modules:
         sys.exit(code)
     atexit._run_exitfuncs()

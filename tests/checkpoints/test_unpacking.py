@@ -1,6 +1,7 @@
 """A model from elsewhere gets experts and is trained on: from its folder to lower losses."""
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.cli import main
 from pipeline.config.recipe import load_recipe
+from pipeline.errors import ArtifactError
 from pipeline.model.settings import ModelConfig
 
 UPDATES = 20
@@ -117,3 +119,31 @@ def test_the_tokenizer_has_the_ids(upcycled: Path, capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert "--overwrite" in error
     assert "`mmnmt checkpoint import m2m100 --out runs/m2m100`" in error
+
+
+@pytest.mark.parametrize("name", ["m2m100", "a model"])
+def test_the_commands_for_the_tokenizer_of_a_model_from_elsewhere_make_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m2m100_folder(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError) as caught:
+        open_artifact(Path(name), kind="tokenizer")
+    *commands, last = str(caught.value).split("`")
+    for command in commands[1::2]:
+        assert main(shlex.split(command)[1:]) == 0
+    made = open_artifact(Path(last.removeprefix(", and name ").removesuffix(".")), kind="tokenizer")
+    assert load_tokenizer(tokenizer_folder(made)).languages
+
+
+def test_the_commands_for_the_tokenizer_of_a_file_of_fairseq_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    path.touch()
+    with pytest.raises(
+        ArtifactError, match=r"--dictionary dict\.txt .* --tokenizer --out runs/m-tok"
+    ):
+        open_artifact(path, kind="tokenizer")
+    with pytest.raises(
+        ArtifactError, match=r"--sentencepiece FILE --out runs/m`, and name runs/m\."
+    ):
+        open_artifact(path, kind="checkpoint")

@@ -233,3 +233,19 @@ def test_a_process_that_loaded_torch_leaves_with_its_interpreter_whole(
         [sys.executable, "-c", LEAVING_SCRIPT, opens], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")
+
+
+@pytest.mark.parametrize("loads", ["", "import torch"])
+def test_ctrl_c_while_a_process_leaves_prints_nothing(loads: str) -> None:
+    script = f"""
+import atexit, signal
+from pipeline.distributed.world import leave
+{loads}
+atexit.register(print, "left", flush=True)
+atexit.register(signal.raise_signal, signal.SIGINT)
+leave(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")

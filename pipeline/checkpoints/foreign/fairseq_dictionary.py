@@ -205,7 +205,7 @@ def _language_tokens(
             break
     else:
         scheme, known, wanted, spelled = style, {}, languages, languages
-    lacking = [code for code in spelled if code not in known]
+    lacking = [code for code in dict.fromkeys(spelled) if code not in known]
     ids = known | {code: num_ids + index for index, code in enumerate(lacking)}
     return scheme, {language: ids[code] for language, code in zip(wanted, spelled, strict=True)}
 

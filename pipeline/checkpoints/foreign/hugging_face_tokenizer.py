@@ -43,6 +43,7 @@ from pipeline.artifacts.tokenizer import (
 )
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.foreign.files import RESTORE, Described, ModelFolder
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 from pipeline.languages import (
     UNKNOWN_SCRIPT,
@@ -134,6 +135,7 @@ class TokenizerConfig(Described):
     pad_token: Token = "<pad>"
     eos_token: Token = "</s>"
     unk_token: Token = "<unk>"
+    mask_token: Token | None = "<mask>"
     added_tokens_decoder: dict[int, Token] = Field(default_factory=dict)
     additional_special_tokens: tuple[Token, ...] | None = None
     legacy_behaviour: bool = False
@@ -183,6 +185,7 @@ def folder_tokenizer(
         CheckpointError: Its class is not known, or a file is missing or invalid.
     """
     config = _tokenizer_config(folder, usual_class=usual_class)
+    _refuse_added_words(folder, config)
     match config.tokenizer_class:
         case "M2M100Tokenizer":
             return _m2m100_tokenizer(folder, size=size), "src-tgt"
@@ -294,6 +297,26 @@ def _added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int
     return {}
 
 
+def _listed_tokens(folder: ModelFolder, config: TokenizerConfig) -> Sequence[str]:
+    """Return the additional special tokens that a file of the folder lists."""
+    if not config.additional_special_tokens and folder.has(SPECIAL_TOKENS_FILE):
+        return folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
+    return config.additional_special_tokens or ()
+
+
+def _refuse_added_words(folder: ModelFolder, config: TokenizerConfig) -> None:
+    """Raise CheckpointError if words were added, at which transformers splits any text."""
+    special = {*SPECIALS.values(), *config.specials().values(), config.mask_token}
+    special |= set(_listed_tokens(folder, config))
+    for token in _added_tokens(folder, config):
+        if token not in special and language_of_token(token) is None:
+            raise CheckpointError(
+                f"{folder.origin} has the added token {shown(token)!r}, at which transformers "
+                "splits text before its pieces, but text is only split into pieces here. Name a "
+                "checkpoint without added words."
+            )
+
+
 def _language_tokens(
     folder: ModelFolder, config: TokenizerConfig, *, published: Sequence[str], first_id: int
 ) -> dict[str, int]:
@@ -307,10 +330,7 @@ def _language_tokens(
     if found:
         # Of two spellings of one code the first has it: files that sort ids as text change nothing.
         return dict(sorted(found.items(), key=lambda entry: entry[1]))
-    listed: Sequence[str] = config.additional_special_tokens or ()
-    if not listed and folder.has(SPECIAL_TOKENS_FILE):
-        listed = folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
-    order = [token for token in listed if _LANGUAGE.fullmatch(token)]
+    order = [token for token in _listed_tokens(folder, config) if _LANGUAGE.fullmatch(token)]
     return {token: first_id + index for index, token in enumerate(order or published)}
 
 
@@ -392,6 +412,8 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
 def load_pieces(model: bytes, path: Path) -> SentencePieceProcessor:
     """Load a SentencePiece model; raise CheckpointError, which names ``path``, if it is none."""
     try:
+        if not model:  # SentencePiece accepts an empty model, and then fails in every call
+            raise RuntimeError("it is empty")
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise CheckpointError(f"{path} is not a SentencePiece model. {RESTORE}") from error

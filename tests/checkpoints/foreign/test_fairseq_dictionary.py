@@ -1,6 +1,7 @@
 """A dictionary of fairseq's and its SentencePiece model give the ids that a look-up gives."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ def test_languages_that_the_dictionary_lacks_follow_in_the_task_s_order(tmp_path
     tokenizer = found.build()
     expected = [files.size, files.symbols["__fr__"], files.size + 1]
     assert [tokenizer.language_token_id(code) for code in languages] == expected
+
+
+@pytest.mark.parametrize("named", [(), ("ru", "de", "ru", "en")])
+def test_a_language_that_is_listed_twice_has_one_token(
+    named: tuple[str, ...], tmp_path: Path
+) -> None:
+    files = vocabulary_files(tmp_path, languages=())
+    chosen = replace(files.vocabulary, languages=named)
+    found = chosen.tokenizer(
+        size=files.size + 3, languages=["ru", "ru", "de", "en", "de"], style="underscores"
+    )
+    ids = [found.build().language_token_id(code) for code in ("ru", "de", "en")]
+    assert ids == [files.size, files.size + 1, files.size + 2]
 
 
 def test_languages_that_are_named_go_before_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -166,6 +180,13 @@ def test_a_missing_or_foreign_file_is_named(name: str, tmp_path: Path) -> None:
         spoil()
         with pytest.raises(CheckpointError, match=name):
             files.vocabulary.tokenizer(size=files.size, style="underscores")
+
+
+def test_an_empty_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    files = vocabulary_files(tmp_path)
+    files.vocabulary.sentencepiece.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"spm\.model is not a SentencePiece model"):
+        files.vocabulary.tokenizer(size=files.size, style="underscores")
 
 
 @pytest.mark.parametrize("named", [{"dictionary"}, {"sentencepiece"}, {"languages"}])

@@ -12,10 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.folder_listing import names_in
-from support.foreign_families import VOCABULARY_FILE, mbart50_folder, nllb_folder, nllb_moe_folder
-from support.foreign_models import sentencepiece_model
+from support.foreign_families import (
+    VOCABULARY_FILE,
+    mbart50_folder,
+    nllb_folder,
+    nllb_moe_folder,
+)
+from support.foreign_models import m2m100_folder, sentencepiece_model
 from torch import Tensor
-from transformers import M2M100ForConditionalGeneration, MBartTokenizer, NllbTokenizer
+from transformers import (
+    M2M100ForConditionalGeneration,
+    M2M100Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+)
 
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import main
@@ -319,12 +329,18 @@ def test_a_folder_without_its_sentencepiece_model_is_refused(folder: Path) -> No
 def test_a_vocabulary_that_is_none_or_has_specials_elsewhere_is_refused(folder: Path) -> None:
     elsewhere = sentencepiece_model(specials={"pad_id": 0, "unk_id": 3})
     for content, words in (
-        (b"", f"{VOCABULARY_FILE} begins with the pieces"),
+        (b"", f"{VOCABULARY_FILE} is not a SentencePiece model"),
         (b"no model", f"{VOCABULARY_FILE} is not a SentencePiece model"),
         (elsewhere, "begins with the pieces <pad> <s> </s>"),
     ):
         (folder / VOCABULARY_FILE).write_bytes(content)
         assert words in refusal(folder)
+
+
+def test_an_empty_vocabulary_of_m2m100_is_refused(tmp_path: Path) -> None:
+    m2m100_folder(tmp_path / "m2m100")
+    (tmp_path / "m2m100" / VOCABULARY_FILE).write_bytes(b"")
+    assert f"{VOCABULARY_FILE} is not a SentencePiece model" in refusal(tmp_path / "m2m100")
 
 
 @pytest.mark.parametrize(
@@ -347,6 +363,26 @@ def test_a_tokenizer_that_cannot_be_numbered_is_refused(
 ) -> None:
     edit_json(folder / "tokenizer_config.json", **changes)
     assert said in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(nllb_folder, NllbTokenizer), (m2m100_folder, M2M100Tokenizer)]
+)
+def test_words_that_were_added_to_a_vocabulary_are_refused(
+    make: Callable[[Path], Any], kind: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    make(folder)
+    tokenizer = kind.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<formal>"]})
+    tokenizer.save_pretrained(folder)
+    open_foreign(folder)  # text that spells out a special token is text here
+    tokenizer.add_tokens(["Satz"])
+    assert "Satz" in tokenizer.tokenize("Das ist ein Satz.")
+    tokenizer.save_pretrained(folder)
+    assert "has the added token 'Satz'" in refusal(folder)
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder={})  # an older library's
+    assert "has the added token 'Satz'" in refusal(folder)
 
 
 def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
