@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -36,10 +37,12 @@ def writing(
     kind: Kind,
     stage: str = "test",
     inputs: Mapping[str, Artifact] | None = None,
+    **options: Any,
 ) -> AbstractContextManager[ArtifactWriter]:
-    """Write an artifact without settings."""
+    """Write an artifact, without settings unless ``config`` is among the options."""
     records = {name: one.as_input for name, one in (inputs or {}).items()}
-    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs=records)
+    given = {"config": {}, "inputs": records, **options}
+    return new_artifact(directory, kind=kind, stage=stage, **given)
 
 
 def make_corpus(

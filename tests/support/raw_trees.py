@@ -4,6 +4,7 @@ import gzip
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.raw_input import RawInput, RawPaths
@@ -29,8 +30,8 @@ def unpack_stored_run(folder: Path) -> Path:
 
 
 def run_import(
-    name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe, *, processes: int = 1
+    name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe | None = None, **more: Any
 ) -> Artifact:
-    """The corpus that an importing stage makes of raw text."""
+    """The corpus that an importing stage makes of raw text, by a recipe or by sections of one."""
     given = RawPaths((raw,)) if isinstance(raw, Path) else raw
-    return run_stage(name, out_dir, {}, recipe, raw=given, processes=processes)
+    return run_stage(name, out_dir, {}, recipe, raw=given, **more)
