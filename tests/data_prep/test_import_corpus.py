@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
-def imported(out_dir: Path, raw: Path | RawInput | None, **settings: Any) -> Artifact:
+def imported(out_dir: Path, raw: Raw, **settings: Any) -> Artifact:
     return run_import("import_corpus", out_dir, raw, corpus=settings)
 
 
@@ -68,19 +68,15 @@ def test_the_names_of_opus_100_and_of_validation_sets_are_understood(raw: Path, 
     assert line_counts(corpus, "test") == {"de-fr": 1}
 
 
-def test_old_codes_become_the_registry_s(raw: Path, out: Path) -> None:
-    write(raw, {"iw-zh_cn/train.iw": "x\n", "iw-zh_cn/train.zh_cn": "y\n"})
-    corpus = imported(out, raw)
+def test_old_codes_become_the_registry_s(out: Path) -> None:
+    corpus = imported(out, {"iw-zh_cn/train.iw": "x\n", "iw-zh_cn/train.zh_cn": "y\n"})
     assert read_lines(corpus, "train", "he-zh", "he") == ["x"]
     assert read_lines(corpus, "train", "he-zh", "zh") == ["y"]
 
 
-def test_carriage_returns_and_a_byte_order_mark_are_removed_and_counted(
-    raw: Path, out: Path
-) -> None:
+def test_carriage_returns_and_a_byte_order_mark_are_removed_and_counted(out: Path) -> None:
     german = b"\xef\xbb\xbfeins\r\nzw\rei\r\ndrei\r\r\n"
-    write(raw, de_en(german, "one\ntwo\n\ufeffthree\n"))
-    corpus = imported(out, raw)
+    corpus = imported(out, de_en(german, "one\ntwo\n\ufeffthree\n"))
     assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zw ei", "drei"]
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "two", "\ufeffthree"]
     counts = corpus.statistics["counts"]
@@ -93,10 +89,9 @@ ODD_SEPARATORS = ["\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\
 
 @pytest.mark.parametrize("separator", ODD_SEPARATORS)
 def test_other_separators_than_the_newline_end_no_line_and_become_spaces(
-    raw: Path, out: Path, separator: str
+    out: Path, separator: str
 ) -> None:
-    write(raw, de_en(f"a{separator}b\nc\n", "1\n2\n"))
-    corpus = imported(out, raw)
+    corpus = imported(out, de_en(f"a{separator}b\nc\n", "1\n2\n"))
     assert read_lines(corpus, "train", "de-en", "de") == ["a b", "c"]
     assert corpus.statistics["counts"]["lines_with_inner_separator"] == 1
     assert "odd separators made spaces in 1 line" in corpus.manifest.summary
@@ -108,11 +103,8 @@ def test_what_python_takes_for_the_end_of_a_line_is_exactly_what_becomes_a_space
     assert ends == {"\n", *ODD_SEPARATORS}
 
 
-def test_lines_that_are_no_text_are_quarantined_with_their_counterparts(
-    raw: Path, out: Path
-) -> None:
-    write(raw, de_en(b"eins\nzw\xffei\ndrei\nvier\n", b"one\ntwo\nth\0ree\nfour\n"))
-    corpus = imported(out, raw)
+def test_lines_that_are_no_text_are_quarantined_with_their_counterparts(out: Path) -> None:
+    corpus = imported(out, de_en(b"eins\nzw\xffei\ndrei\nvier\n", b"one\ntwo\nth\0ree\nfour\n"))
     assert read_lines(corpus, "train", "de-en", "de") == ["eins", "vier"]
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "four"]
     records = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.import_tests import describe_file
 from data_prep.settings import CorpusConfig, OutsideTestsConfig
@@ -22,7 +22,7 @@ from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
-def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
     corpus = CorpusConfig.model_validate({"pivot": settings.pop("pivot", "en")})
     recipe = Recipe(name="test", corpus=corpus, tests=OutsideTestsConfig.model_validate(settings))
     artifact = run_import("import_tests", out_dir, raw, recipe)
@@ -80,9 +80,8 @@ def test_flores_becomes_valid_and_test_lines_of_pivot_pairs(raw: Path, out: Path
     assert not (out / "languages").exists()
 
 
-def test_the_folder_of_one_split_is_enough_and_may_be_compressed(raw: Path, out: Path) -> None:
-    write(raw, {"eng_Latn.devtest.gz": "one\n", "deu_Latn.devtest": "eins\n"})
-    corpus = imported(out, raw)
+def test_the_folder_of_one_split_is_enough_and_may_be_compressed(out: Path) -> None:
+    corpus = imported(out, {"eng_Latn.devtest.gz": "one\n", "deu_Latn.devtest": "eins\n"})
     assert line_counts(corpus, "valid") == {}
     assert read_lines(corpus, "test", "de-en", "en") == ["one"]
 
@@ -131,15 +130,14 @@ def test_a_language_asked_for_by_region_or_variety_is_the_file_read(
     assert read_lines(corpus, "test", pair, code) == [f" {i} {name}" for i in range(3)]
 
 
-def test_pairs_of_files_become_their_pairs_and_no_others(raw: Path, out: Path) -> None:
+def test_pairs_of_files_become_their_pairs_and_no_others(out: Path) -> None:
     files: dict[str, str | bytes] = {
         **{"newstest2014.de-en.de": "eins\n", "newstest2014.de-en.en": "one\n"},
         **{"newsdev2014.de-en.de": "zwei\n", "newsdev2014.de-en.en": "two\n"},
         "zero-shot/newstest2014.ru-fr.fr": "trois\n",
         "zero-shot/newstest2014.ru-fr.ru": "три\n",
     }
-    write(raw, files)
-    corpus = imported(out, raw)
+    corpus = imported(out, files)
     assert line_counts(corpus, "test") == {"de-en": 1, "fr-ru": 1}
     assert line_counts(corpus, "valid") == {"de-en": 1}
     assert read_lines(corpus, "test", "fr-ru", "ru") == ["три"]
@@ -245,10 +243,9 @@ def test_a_line_that_is_no_text_in_one_language_is_left_out_of_all(raw: Path, ou
     )
 
 
-def test_a_line_above_the_limit_goes(raw: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_above_the_limit_goes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CorpusConfig, "max_line_bytes", 100)
-    write(raw, {"eng.devtest": "a\n" + "b" * 200 + "\n", "deu.devtest": "a\nb\n"})
-    corpus = imported(out, raw)
+    corpus = imported(out, {"eng.devtest": "a\n" + "b" * 200 + "\n", "deu.devtest": "a\nb\n"})
     assert read_lines(corpus, "test", "de-en", "de") == ["a"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.readers.file_pairs import read_trees
 from data_prep.readers.raw_text import RawText
@@ -136,7 +136,7 @@ def test_a_raw_path_that_is_no_folder_is_told_the_layout(tmp_path: Path) -> None
         found(tmp_path / "corpus.tar")
 
 
-def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
     return run_import("import_corpus", out_dir, raw, corpus={"source": "moses", **settings})
 
 
@@ -180,9 +180,8 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_are_no_pairs_are_told(tmp_path: Path, names: list[str], said: str) -> None:
-    raw = write(tmp_path / "raw", dict.fromkeys(names, "x\n"))
     with pytest.raises(DataError, match=said):
-        imported(tmp_path / "corpus", raw)
+        imported(tmp_path / "corpus", dict.fromkeys(names, "x\n"))
 
 
 def test_without_the_package_it_is_said_how_to_get_it(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep import import_corpus
 from data_prep.readers import tables
@@ -36,11 +36,11 @@ TED = (
 )
 
 
-def import_tsv(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+def import_tsv(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
     return run_import("import_corpus", out_dir, raw, corpus={"source": "tsv", **settings})
 
 
-def import_columns(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+def import_columns(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
     return import_tsv(out_dir, raw, **{"source": "columns", **settings})
 
 
@@ -129,8 +129,7 @@ def test_a_table_of_pairs_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         return raw_bytes.iterate_raw_lines(path, max_line_bytes=max_line_bytes)
 
     monkeypatch.setattr(tables, "iterate_raw_lines", counted)
-    raw = write(tmp_path / "raw", {"a.tsv": TED})
-    corpus = import_tsv(tmp_path / "corpus", raw)
+    corpus = import_tsv(tmp_path / "corpus", {"a.tsv": TED})
     assert len(corpus.statistics["pairs"]) > 5
     assert len(opened) == 2, "once for the header, once for the rows"
 
@@ -232,13 +231,12 @@ def test_a_language_asked_for_by_region_or_variety_is_the_column_read(
         "en\tzh-cn\tzh_tw\tpa_IN\tpa_PK\tfr\tfr-ca\taka_Latn\ttwi_Latn\n"
         "one\t简\t繁\tਗੁਰ\tشاہ\tvoiture\tchar\taka\ttwi\n"
     )
-    raw = write(tmp_path / "raw", {"train.tsv": table})
     settings: dict[str, Any] = {"languages": ["en", wanted]}
     if is_listed:
         pair = f"en-{wanted.replace('-', '_')}"
         entry = {"split": "train", "pair": pair, "paths": ["train.tsv"]}
         settings = {"source": "listed", "files": [entry]}
-    corpus = import_tsv(tmp_path / "corpus", raw, **settings)
+    corpus = import_tsv(tmp_path / "corpus", {"train.tsv": table}, **settings)
     (pair,) = corpus.statistics["pairs"]
     (code,) = set(pair.split("-")) - {"en"}
     assert read_lines(corpus, "train", pair, code) == texts
@@ -260,8 +258,7 @@ def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(
 ) -> None:
     monkeypatch.setattr(CorpusConfig, "max_line_bytes", 100)
     text = b"eins\tone\nzwei\ndrei\tthree\t0.9\nvi\xffer\tfour\n" + b"a" * 500 + b"\tlong\nx\ty\n"
-    raw = write(tmp_path / "raw", {"train.de-en.tsv": text})
-    corpus = import_tsv(tmp_path / "corpus", raw)
+    corpus = import_tsv(tmp_path / "corpus", {"train.de-en.tsv": text})
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "y"]
     assert [(line, reason) for _, line, reason in quarantined(corpus)] == [
         *((2, "malformed"), (3, "malformed"), (4, "invalid_utf8"), (5, "malformed"))
@@ -316,8 +313,7 @@ def test_a_recipe_names_the_columns_of_files_that_do_not(tmp_path: Path) -> None
     pairs = [("eins", "one"), (None, "two"), ("drei", " "), ("vier", "four")]
     rows = json_lines(*({"source": german, "target": english} for german, english in pairs))
     files: dict[str, str | bytes] = {"a.jsonl": rows, "b.csv": "\ufefftarget,source\nfive,fünf\n"}
-    raw = write(tmp_path / "raw", files)
-    corpus = import_columns(tmp_path / "corpus", raw, columns=SOURCE_TARGET)
+    corpus = import_columns(tmp_path / "corpus", files, columns=SOURCE_TARGET)
     assert sides(corpus) == [("eins", "one"), ("vier", "four"), ("fünf", "five")]
     assert corpus.statistics["counts"]["records_one_sided"] == 2
 
@@ -337,9 +333,8 @@ def test_rows_of_no_pair_are_quarantined(tmp_path: Path, monkeypatch: pytest.Mon
         "de-en/train.jsonl": good + "\n".join(bad) + "\n" + good,
         "de-en/test.csv": b'de,en\neins,one\nzwei\n"drei"x,three\nvi\xffer,four\nf,"five',
     }
-    raw = write(tmp_path / "raw", files)
     monkeypatch.setattr(CorpusConfig, "max_line_bytes", 1000)
-    corpus = import_columns(tmp_path / "corpus", raw)
+    corpus = import_columns(tmp_path / "corpus", files)
     assert sides(corpus) == [("eins", "one")] * 2
     assert sides(corpus, "test") == [("eins", "one")]
     assert {*quarantined(corpus)} == {
@@ -364,12 +359,11 @@ def test_rows_of_no_pair_are_quarantined(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_damaged_record_of_a_csv_file_hides_no_other_lines(
     tmp_path: Path, rows: str, kept: list[str], malformed: list[int], is_listed: bool
 ) -> None:
-    raw = write(tmp_path / "raw", {"de-en/train.csv": f"de,en\n{rows}"})
     settings: dict[str, object] = {}
     if is_listed:
         entry = {"split": "train", "pair": "de-en", "paths": ["de-en/train.csv"]}
         settings = {"source": "listed", "files": [entry]}
-    corpus = import_columns(tmp_path / "corpus", raw, **settings)
+    corpus = import_columns(tmp_path / "corpus", {"de-en/train.csv": f"de,en\n{rows}"}, **settings)
     assert read_lines(corpus, "train", "de-en", "de") == kept
     assert [line for _, line, _ in quarantined(corpus)] == malformed
 
@@ -401,8 +395,7 @@ def test_a_first_row_may_lack_text(tmp_path: Path, name: str, content: str) -> N
 def test_blank_lines_are_no_damage(tmp_path: Path, source: str, name: str, rows: list[str]) -> None:
     blank = "\n\n \u2060\r\n\u200b\ufeff\n\u200e\u00ad\n\u3000\n"
     content = blank + blank.join(rows) + "\n" * 30
-    raw = write(tmp_path / "raw", {f"de-en/{name}": content})
-    corpus = import_columns(tmp_path / "corpus", raw, source=source)
+    corpus = import_columns(tmp_path / "corpus", {f"de-en/{name}": content}, source=source)
     assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
     assert quarantined(corpus) == []
 
@@ -486,9 +479,8 @@ def test_without_the_package_it_is_said_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    raw = write(tmp_path / "raw", {"de-en/train.parquet": "x"})
     with pytest.raises(ConfigError, match=r"train\.parquet needs the package.*'mmnmt\[parquet\]'"):
-        import_columns(tmp_path / "corpus", raw)
+        import_columns(tmp_path / "corpus", {"de-en/train.parquet": "x"})
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.readers import tmx
 from data_prep.readers.raw_text import Record
@@ -17,7 +17,7 @@ from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ def memory(*units: str) -> str:
     return HEAD + "".join(units) + TAIL
 
 
-def imported(out_dir: Path, raw: Path | RawInput | None, **settings: object) -> Artifact:
+def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
     return run_import("import_corpus", out_dir, raw, corpus={"source": "tmx", **settings})
 
 
@@ -74,8 +74,7 @@ def test_units_of_many_languages_are_paired_as_the_recipe_says(
     tmp_path: Path, directions: str, pairs: dict[str, int]
 ) -> None:
     text = memory(unit(en="one", de="eins", fr="un"), unit(en="two", de="zwei"), unit(fr="trois"))
-    raw = write(tmp_path / "raw", {"a.tmx": text, "test.tmx": text})
-    corpus = imported(tmp_path / "corpus", raw, directions=directions)
+    corpus = imported(tmp_path / "corpus", {"a.tmx": text, "test.tmx": text}, directions=directions)
     assert line_counts(corpus, "train") == pairs
     of_test = {"de-en": 2, "en-fr": 1} | ({} if directions == "pivot" else {"de-fr": 1})
     assert line_counts(corpus, "test") == of_test
@@ -107,8 +106,7 @@ def test_blank_segments_are_missing_and_a_languages_first_text_is_read(tmp_path:
         unit(pt_BR="três (Brasil)", pt="três", de="drei"),
         unit(pt_BR="quatro", de="vier"),
     )
-    raw = write(tmp_path / "raw", {"a.tmx": text})
-    corpus = imported(tmp_path / "corpus", raw)
+    corpus = imported(tmp_path / "corpus", {"a.tmx": text})
     assert read_lines(corpus, "train", "de-en", "en") == ["two"]
     assert read_lines(corpus, "train", "de-pt", "pt") == ["três", "quatro"]
     assert corpus.statistics["counts"]["records_one_sided"] == 2
@@ -276,9 +274,8 @@ def test_memories_without_a_pair_and_pairs_without_the_pivot_are_told(tmp_path: 
 
 
 def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> None:
-    raw = write(tmp_path / "raw", {"a.txt": "x"})
     with pytest.raises(DataError, match=r"holds no file that ends in \.tmx"):
-        imported(tmp_path / "corpus", raw)
+        imported(tmp_path / "corpus", {"a.txt": "x"})
     with pytest.raises(ConfigError, match="Pass --raw DIR"):
         imported(tmp_path / "corpus", None)
     with pytest.raises(DataError, match="does not exist"):
@@ -286,9 +283,8 @@ def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> Non
 
 
 def test_a_name_of_two_splits_is_refused(tmp_path: Path) -> None:
-    raw = write(tmp_path / "raw", {"test/train.tmx": memory(unit(de="a", en="b"))})
     with pytest.raises(DataError, match="is named as test and train text"):
-        imported(tmp_path / "corpus", raw)
+        imported(tmp_path / "corpus", {"test/train.tmx": memory(unit(de="a", en="b"))})
 
 
 def test_no_more_is_read_than_units_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
