@@ -39,6 +39,7 @@ from pipeline.artifacts.manifest import FileRecord, Kind
 from pipeline.errors import ArtifactError
 
 CONTENTS = {"text.txt": b"one\ntwo\n", "deep/er/numbers.bin": bytes(range(100)), "empty": b""}
+SHARED_FOLDER = [HealthCheck.function_scoped_fixture]
 SOURCE = InputRecord(kind="raw", path="/data/raw", digest="0" * 64)
 
 
@@ -310,7 +311,7 @@ def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path:
         made.file("extra.txt")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=SHARED_FOLDER, max_examples=60, deadline=None)
 @given(content=st.binary(min_size=1, max_size=70), data=st.data())
 def test_a_flipped_bit_is_found(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
     made = make(tmp_path / "corpus", {"file": content}, overwrite=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import bytes_of
 from support.pieces import train_pieces
@@ -116,6 +116,7 @@ def test_tokens_from_one_beginning_to_the_next_are_a_word(
     assert words_of(Segmenters(tokenizer, named), tokenizer, language, line) == expected
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("猫犬ab \u3000\u0301\u200dก\u0e34\U0001f680\t"), max_size=12))
 def test_words_of_bytes_begin_where_words_of_characters_do(line: str) -> None:
     named = {"zh": "characters"}
