@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.corpora import writing
 from support.folder_listing import names_in
 from support.forked import started_code
+from support.raw_trees import write
 
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
@@ -25,7 +27,6 @@ from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
     InputRecord,
-    Manifest,
     json_digest,
     new_artifact,
     open_artifact,
@@ -38,42 +39,29 @@ from pipeline.artifacts.manifest import FileRecord, Kind
 from pipeline.errors import ArtifactError
 
 CONTENTS = {"text.txt": b"one\ntwo\n", "deep/er/numbers.bin": bytes(range(100)), "empty": b""}
+SHARED_FOLDER = [HealthCheck.function_scoped_fixture]
 SOURCE = InputRecord(kind="raw", path="/data/raw", digest="0" * 64)
 
 
 def make(
     directory: Path,
-    contents: dict[str, bytes] | None = None,
+    contents: dict[str, bytes] = CONTENTS,
     *,
-    overwrite: bool = False,
-    config: dict[str, Any] | None = None,
-    inputs: dict[str, InputRecord] | None = None,
-    wall_seconds: float | None = None,
-    before_end: Callable[[ArtifactWriter], object] | None = None,
+    before_end: Callable[[ArtifactWriter], object] = lambda _: None,
+    **options: Any,
 ) -> Artifact:
-    with new_artifact(
-        directory,
-        kind="corpus",
-        stage="clean",
-        config={"clean": {"max_characters": 5}} if config is None else config,
-        inputs={"raw": SOURCE} if inputs is None else inputs,
-        overwrite=overwrite,
-        wall_seconds=wall_seconds,
-    ) as writer:
-        for name, content in (CONTENTS if contents is None else contents).items():
+    given: Any = {"config": {"clean": {"max_characters": 5}}, "inputs": {"raw": SOURCE}, **options}
+    with new_artifact(directory, kind="corpus", stage="clean", **given) as writer:
+        for name, content in contents.items():
             writer.path(name).write_bytes(content)
         writer.statistics["lines"] = 2
-        if before_end is not None:
-            before_end(writer)
+        before_end(writer)
     return open_artifact(directory, kind="corpus")
 
 
 def edit_manifest(directory: Path, **changes: object) -> None:
     path = directory / MANIFEST_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-# ---------------------------------------------------------------- writing
 
 
 def test_a_finished_artifact_holds_its_files_and_says_where_it_came_from(tmp_path: Path) -> None:
@@ -93,17 +81,6 @@ def test_a_finished_artifact_holds_its_files_and_says_where_it_came_from(tmp_pat
         inputs={"raw": SOURCE.digest},
     )
     assert names_in(tmp_path) == ["corpus"]
-
-
-def test_the_manifest_is_written_when_all_files_are_there(tmp_path: Path) -> None:
-    listed: list[list[str]] = []
-
-    def look(writer: ArtifactWriter) -> None:
-        listed.append(sorted(path.name for path in writer.directory.iterdir()))
-        assert not (tmp_path / "corpus").exists()
-
-    make(tmp_path / "corpus", before_end=look)
-    assert listed == [["deep", "empty", "text.txt"]]
 
 
 KILLED_SCRIPT = """
@@ -160,9 +137,7 @@ def test_what_a_kill_between_the_two_renamings_left_aside_is_put_back(tmp_path: 
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), OSError(errno.EIO, "io")])
-def test_an_error_within_the_block_leaves_what_was_there_before(
-    tmp_path: Path, error: BaseException
-) -> None:
+def test_an_error_within_leaves_what_was_there_before(tmp_path: Path, error: BaseException) -> None:
     before = make(tmp_path / "corpus", {"text.txt": b"old"})
 
     def fail(_writer: ArtifactWriter) -> None:
@@ -177,8 +152,10 @@ def test_an_error_within_the_block_leaves_what_was_there_before(
     assert names_in(tmp_path) == ["corpus"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("place", ["a file", "syncing", "the manifest"])
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [("a file", errno.ENOSPC), ("syncing", errno.EDQUOT), ("the manifest", errno.ENOSPC)],
+)
 def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, place: str
 ) -> None:
@@ -232,10 +209,7 @@ def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path)
         make(tmp_path / "corpus", {"text.txt": b"new"})
     assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"old"
     make(tmp_path / "corpus", {"other.txt": b"new"}, overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == [
-        MANIFEST_NAME,
-        "other.txt",
-    ]
+    assert names_in(tmp_path / "corpus") == [MANIFEST_NAME, "other.txt"]
     (tmp_path / "empty").mkdir()
     refuse_to_overwrite(tmp_path / "empty", overwrite=False)
     (tmp_path / "file").write_bytes(b"")
@@ -243,13 +217,8 @@ def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path)
         refuse_to_overwrite(tmp_path / "file", overwrite=False)
 
 
-# ---------------------------------------------------------------- opening
-
-
 def test_an_artifact_that_is_not_there_names_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ArtifactError, match=r"does not exist\. Run the stage that makes the shards"
-    ):
+    with pytest.raises(ArtifactError, match=r"not exist\. Run the stage that makes the shards"):
         open_artifact(tmp_path / "shards", kind="shards")
 
 
@@ -258,7 +227,7 @@ def test_an_artifact_that_is_not_there_names_what_makes_it(tmp_path: Path) -> No
 def test_an_artifact_that_another_rank_sees_late_is_waited_for(
     kind: Kind, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with new_artifact(tmp_path / "a", kind=kind, stage="made", config={}, inputs={}) as writer:
+    with writing(tmp_path / "a", kind, "made") as writer:
         writer.write_json("made.json", 1)
     place = tmp_path / "a" / MANIFEST_NAME if shown == MANIFEST_NAME else tmp_path / "a"
     hidden = place.rename(tmp_path / "hidden")
@@ -313,22 +282,17 @@ def test_another_format_version_names_both_versions_and_the_stage(tmp_path: Path
     make(tmp_path / "corpus")
     newer = FORMAT_VERSION["corpus"] + 1
     edit_manifest(tmp_path / "corpus", format_version=newer)
-    with pytest.raises(
-        ArtifactError, match=rf"format version {newer}, .* reads {newer - 1}. Run stage 'clean'"
-    ):
+    said = rf"format version {newer}, .* reads {newer - 1}. Run stage 'clean'"
+    with pytest.raises(ArtifactError, match=said):
         open_artifact(tmp_path / "corpus", kind="corpus")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"kind": "corpus"}', "\x00"], ids=lambda text: repr(text)
-)
-def test_a_manifest_that_cannot_be_read_is_refused_with_the_remedy(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_manifest_that_cannot_be_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
     make(tmp_path / "corpus")
-    (tmp_path / "corpus" / MANIFEST_NAME).write_text(text)
-    with pytest.raises(ArtifactError, match=r"is not a manifest .* run its stage again"):
-        open_artifact(tmp_path / "corpus", kind="corpus")
+    for text in ("", "{", "[]", "{}", '{"kind": "corpus"}', "\x00"):
+        (tmp_path / "corpus" / MANIFEST_NAME).write_text(text)
+        with pytest.raises(ArtifactError, match=r"is not a manifest .* run its stage again"):
+            open_artifact(tmp_path / "corpus", kind="corpus")
 
 
 def test_an_unknown_field_or_kind_in_a_manifest_is_refused(tmp_path: Path) -> None:
@@ -347,10 +311,7 @@ def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path:
         made.file("extra.txt")
 
 
-# ---------------------------------------------------------------- damage
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=SHARED_FOLDER, max_examples=60, deadline=None)
 @given(content=st.binary(min_size=1, max_size=70), data=st.data())
 def test_a_flipped_bit_is_found(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
     made = make(tmp_path / "corpus", {"file": content}, overwrite=True)
@@ -363,7 +324,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, content: bytes, data: st.DataObj
         made.check()
 
 
-@pytest.mark.parametrize("size", [0, 15, 16, 17, 32, 64])
+@pytest.mark.parametrize("size", [0, 32, 64])
 def test_a_file_that_is_shorter_or_longer_is_found_by_its_size(tmp_path: Path, size: int) -> None:
     made = make(tmp_path / "corpus", {"file": b"x" * 33})
     path = made.directory / "file"
@@ -372,25 +333,8 @@ def test_a_file_that_is_shorter_or_longer_is_found_by_its_size(tmp_path: Path, s
         made.check()
 
 
-def test_verifying_an_artifact_names_the_file_that_is_gone_or_damaged(tmp_path: Path) -> None:
-    made = make(tmp_path / "corpus")
-    made.check()
-    (made.directory / "text.txt").write_bytes(b"one\ntwO\n")
-    made.check(["empty", "deep/er/numbers.bin"])
-    with pytest.raises(ArtifactError, match=r"text.txt is damaged"):
-        made.check()
-    (made.directory / "deep/er/numbers.bin").unlink()
-    with pytest.raises(ArtifactError, match=r"numbers.bin is missing, although its manifest"):
-        made.check(["deep/er/numbers.bin"])
-
-
-# ---------------------------------------------------------------- identity
-
-
-def test_the_digest_depends_neither_on_time_nor_on_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make(tmp_path / "corpus", wall_seconds=1.0)
+def test_the_digest_knows_no_time_or_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(tmp_path / "corpus", wall_seconds=0.0)
     moved = SOURCE.model_copy(update={"path": "/elsewhere"})
     later = datetime(2001, 1, 1, tzinfo=UTC)
     clock = type("Clock", (), {"now": staticmethod(lambda _zone: later)})
@@ -425,29 +369,13 @@ def test_the_key_depends_on_stage_settings_and_inputs_whatever_their_order() -> 
 
     reordered = {"b": {"d": 3, "c": 2}, "a": 1}
     assert key(config=reordered, inputs={"y": "2", "x": "1"}) == key()
-    others = [
-        key(stage="mix"),
-        key(kind="shards"),
-        key(config={"a": 2}),
-        key(inputs={"x": "2", "y": "1"}),
-    ]
-    assert len({key(), *others}) == 5
-
-
-def test_a_manifest_is_the_same_after_a_round_trip_through_its_file(tmp_path: Path) -> None:
-    made = make(tmp_path / "corpus", config={"clean": {"text": "Ærø 日本", "ratio": 0.1}})
-    text = (tmp_path / "corpus" / MANIFEST_NAME).read_text(encoding="utf-8")
-    assert "日本" in text
-    assert Manifest.model_validate_json(text) == made.manifest
+    others = [key(stage="mix"), key(kind="shards"), key(config={"a": 2})]
+    assert len({key(), *others, key(inputs={"x": "2", "y": "1"})}) == 5
 
 
 def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: Path) -> None:
-    def folder(name: str, files: dict[str, bytes]) -> str:
-        for file_name, content in files.items():
-            path = tmp_path / name / file_name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        return raw_digest(tmp_path / name)
+    def folder(name: str, files: dict[str, str | bytes]) -> str:
+        return raw_digest(write(tmp_path / name, files))
 
     first = folder("a", {"x/one": b"1", "two": b"2"})
     assert folder("b", {"two": b"2", "x/one": b"1"}) == first
@@ -467,20 +395,11 @@ def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: 
         raw_digest(tmp_path / "fifo")
 
 
-def test_a_work_of_no_time_is_recorded_as_such(tmp_path: Path) -> None:
-    started = time.monotonic()
-    made = make(tmp_path / "corpus", wall_seconds=0.0)
-    assert made.manifest.run.wall_seconds <= time.monotonic() - started
-
-
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
     has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {"kind": "corpus", "stage": "clean", "config": {}, "inputs": {}}
-    with new_artifact(tmp_path / "first", **given) as writer:
-        writer.path("deep/weights").write_bytes(b"weights" * 1000)
-    first = open_artifact(tmp_path / "first", kind="corpus")
+    first = make(tmp_path / "first", {"deep/weights": b"weights" * 1000})
     read: list[str] = []
 
     def file_records(paths: list[Path]) -> dict[Path, FileRecord]:
@@ -493,10 +412,11 @@ def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
     monkeypatch.setattr(artifacts, "file_records", file_records)
     if not has_links:
         monkeypatch.setattr(os, "link", no_links)
-    with new_artifact(tmp_path / "second", **given) as writer:
+
+    def take_over(writer: ArtifactWriter) -> None:
         writer.take_over("deep/weights", first)
-        writer.path("notes").write_bytes(b"notes")
-    second = open_artifact(tmp_path / "second", kind="corpus")
+
+    second = make(tmp_path / "second", {"notes": b"notes"}, before_end=take_over)
     assert sorted(read) == (["notes"] if has_links else ["notes", "weights"])
     assert second.manifest.files["deep/weights"] == first.manifest.files["deep/weights"]
     second.check(second.names())
@@ -506,34 +426,24 @@ def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
 
 @pytest.mark.parametrize("change", ["removed", "edited"])
 def test_a_file_that_is_not_what_was_written_is_not_taken_over(change: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"kind": "corpus", "stage": "clean", "config": {}, "inputs": {}}
-    with new_artifact(tmp_path / "first", **given) as writer:
-        writer.path("weights").write_bytes(b"weights")
-    first = open_artifact(tmp_path / "first", kind="corpus")
+    first = make(tmp_path / "first", {"weights": b"weights"})
     if change == "removed":
         (tmp_path / "first/weights").unlink()
     else:
         (tmp_path / "first/weights").write_bytes(b"WEIGHTS")
-    with (
-        pytest.raises(ArtifactError, match="weights"),
-        new_artifact(tmp_path / "second", **given) as writer,
-    ):
-        writer.take_over("weights", first)
+    with pytest.raises(ArtifactError, match="weights"):
+        make(tmp_path / "second", before_end=lambda writer: writer.take_over("weights", first))
     assert not (tmp_path / "second").exists()
 
 
 def test_the_state_before_a_damaged_one_is_offered_by_name(tmp_path: Path) -> None:
     """The run of updates 8, 90 and 100 has no complete state after updates 95 and 96."""
     for update in (100, 8, 90):
-        with new_artifact(
-            tmp_path / f"update-{update:07}", kind="training_state", stage="x", config={}, inputs={}
-        ) as writer:
+        with writing(tmp_path / f"update-{update:07}", "training_state") as writer:
             writer.path("weights").write_bytes(b"weights")
     (tmp_path / "update-0000095").mkdir()
-    (tmp_path / "update-0000096").mkdir()
-    (tmp_path / "update-0000096" / MANIFEST_NAME).write_text("damaged", encoding="utf-8")
-    (tmp_path / "update-old").mkdir()
-    (tmp_path / "update-old" / MANIFEST_NAME).write_text("{}", encoding="utf-8")
+    files = {"0000096": "damaged", "old": "{}"}.items()
+    write(tmp_path, {f"update-{name}/{MANIFEST_NAME}": manifest for name, manifest in files})
     for update, then in {100: "resumes after update 90", 8: "begins anew"}.items():
         state = open_artifact(tmp_path / f"update-{update:07}", kind="training_state")
         for text in (b"wEights", b""):

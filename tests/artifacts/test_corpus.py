@@ -1,12 +1,13 @@
 """Corpora are read line by line and pair by pair, translations as they were written."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.corpora import writing
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -32,7 +33,7 @@ HARD_LINES = ["a\u2028b", "vertical\vtab", "form\ffeed\x85", "carriage\r", "", "
 
 
 def artifact(tmp_path: Path, kind: Kind, fill: Callable[[ArtifactWriter], None]) -> Artifact:
-    with new_artifact(tmp_path / kind, kind=kind, stage="test", config={}, inputs={}) as writer:
+    with writing(tmp_path / kind, kind) as writer:
         fill(writer)
     return open_artifact(tmp_path / kind, kind=kind)
 
@@ -41,12 +42,7 @@ def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
     return artifact(tmp_path, "corpus", lambda writer: writer.statistics.update(pairs=pairs))
 
 
-# Lines
-
-
-def test_an_artifact_that_does_not_note_what_was_imported_says_what_it_has(
-    tmp_path: Path,
-) -> None:
+def test_an_artifact_that_does_not_note_what_was_imported_says_what_it_has(tmp_path: Path) -> None:
     pairs = {"de-en": {"train": 3, "test": 1}, "de-fr": {"test": 1}}
     assert imported_lines(corpus(tmp_path, pairs)) == {"de-en": 3}
 
@@ -69,9 +65,6 @@ def test_the_last_line_may_lack_its_newline(tmp_path: Path, text: str, lines: li
     assert list(iterate_lines(path)) == lines
 
 
-# Pairs and directions
-
-
 def test_the_name_of_a_pair_is_alphabetical_and_that_of_a_direction_is_not() -> None:
     assert pair_name("fr", "de") == pair_name("de", "fr") == Direction("fr", "de").pair == "de-fr"
     assert str(Direction("fr", "de")) == "fr-de"
@@ -81,9 +74,7 @@ def test_the_name_of_a_pair_is_alphabetical_and_that_of_a_direction_is_not() -> 
     ("split", "names"),
     [("train", ["de-en", "en-de"]), ("valid", []), ("test", ["de-en", "de-fr", "en-de", "fr-de"])],
 )
-def test_a_pair_with_lines_in_a_split_has_both_directions_there(
-    tmp_path: Path, split: Split, names: list[str]
-) -> None:
+def test_a_pair_has_two_directions_a_split(tmp_path: Path, split: Split, names: list[str]) -> None:
     made = corpus(tmp_path, {"de-fr": {"train": 0, "test": 1}, "de-en": {"train": 9, "test": 2}})
     assert [str(direction) for direction in directions(made, split)] == names
 
@@ -94,16 +85,12 @@ def test_pairs_without_lines_count_for_the_languages_alone(tmp_path: Path) -> No
     assert languages(made) == ["de", "en", "yi"]
 
 
-def test_pairs_that_lost_their_training_lines_are_told_where_the_artifact_says_so(
-    tmp_path: Path,
-) -> None:
+def test_pairs_that_lost_their_training_lines_are_told_where_they_are_noted(tmp_path: Path) -> None:
     pairs = {"de-en": {"train": 0, "test": 1}, "de-fr": {"test": 1}}
     assert emptied_pairs(corpus(tmp_path, pairs)) == set()
-    made = artifact(
-        tmp_path / "new",
-        "corpus",
-        lambda writer: writer.statistics.update(pairs=pairs, emptied=["de-en"]),
-    )
+    with writing(tmp_path / "new", "corpus") as writer:
+        writer.statistics |= {"pairs": pairs, "emptied": ["de-en"]}
+    made = open_artifact(tmp_path / "new", kind="corpus")
     assert emptied_pairs(made) == {"de-en"}
 
 
@@ -115,9 +102,6 @@ def test_thresholds_belong_to_the_low_and_the_high_group(lines: int, group: str)
     assert resource_of(lines, thresholds=(200, 500)) == group
 
 
-# Translations
-
-
 def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
     direction = Direction("en", "de")
     written = [Hypothesis(text, score=-0.1 * len(text), truncated=not text) for text in HARD_LINES]
@@ -125,29 +109,33 @@ def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
     def fill(writer: ArtifactWriter) -> None:
         write_hypotheses(writer.path(hypotheses_name(direction)), written)
 
-    assert read_hypotheses(artifact(tmp_path, "translations", fill), direction) == written
+    made = artifact(tmp_path, "translations", fill)
+    assert read_hypotheses(made, direction) == written
+    write_hypotheses(made.directory / hypotheses_name(direction), written[1:])
+    with pytest.raises(ArtifactError, match=r"en-de\.jsonl"):
+        read_hypotheses(made, direction)
 
 
 @pytest.mark.parametrize(
     ("statistics", "reason"),
     [
-        ({}, "have no table 'pairs'"),
-        ({"pairs": [1]}, "have no table 'pairs'"),
-        ({"pairs": {"deen": {"train": 1}}}, "name a pair 'deen'"),
-        ({"pairs": {"en-de": {"train": 1}}}, "name a pair 'en-de'"),
-        ({"pairs": {"de-en": 1}}, "no counts of 'de-en'"),
-        ({"pairs": {"de-en": {"train": -1}}}, "no counts of 'de-en'"),
-        ({"pairs": {"de-en": {"train": "5"}}}, "no counts of 'de-en'"),
-        ({"pairs": {"de-en": {"train": True}}}, "no counts of 'de-en'"),
+        *(({}, "have no table 'pairs'"), ({"pairs": [1]}, "have no table 'pairs'")),
+        *(
+            ({"pairs": {name: {"train": 1}}}, f"name a pair '{name}'")
+            for name in ("deen", "en-de", "../../x-en", "de-en-fr", "/de-en", "-en", "..-en")
+        ),
+        *(
+            ({"pairs": {"de-en": counts}}, "no counts of 'de-en'")
+            for counts in (1, {"train": -1}, {"train": "5"}, {"train": True})
+        ),
     ],
 )
 def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
     tmp_path: Path, statistics: dict[str, object], reason: str
 ) -> None:
-    with writing(tmp_path / "corpus", "corpus", "clean") as writer:
-        writer.statistics.update(statistics)
-    with pytest.raises(ArtifactError, match=f"{reason}.*and run stage 'clean' again"):
-        line_counts(open_artifact(tmp_path / "corpus", kind="corpus"), "train")
+    made = artifact(tmp_path, "corpus", lambda writer: writer.statistics.update(statistics))
+    with pytest.raises(ArtifactError, match=f"{re.escape(reason)}.*and run stage 'test' again"):
+        line_counts(made, "train")
 
 
 def test_a_text_of_another_number_of_lines_than_counted_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from unittest import mock
@@ -18,33 +18,44 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import (
     Artifact,
-    FileRecord,
     changed_files,
     check_together,
     open_artifact,
     refuse_changed,
 )
-from pipeline.artifacts.corpus import (
-    Direction,
-    Hypothesis,
-    hypotheses_name,
-    read_hypotheses,
-    write_hypotheses,
-)
 from pipeline.artifacts.digests import file_records, write_hashed
-from pipeline.artifacts.manifest import (
-    MANIFEST_NAME,
-)
+from pipeline.artifacts.manifest import MANIFEST_NAME
 from pipeline.distributed import process
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
-# ---------------------------------------------------------------- files hashed as they are written
-
 
 @pytest.fixture(autouse=True)
-def frequent_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins as a process that remembers nothing, and syncs often."""
     monkeypatch.setattr(digests, "SYNC_BYTES", 100)
+    artifacts._INTACT.clear()
+
+
+class Hashing:
+    """Counts the files that are hashed."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._lock = threading.Lock()
+        self._original = digests._file_digest
+
+    def __call__(self, path: Path) -> str:
+        with self._lock:
+            self.files.append(path.name)
+        return self._original(path)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Hashing:
+    counter = Hashing()
+    monkeypatch.setattr(digests, "_file_digest", counter)
+    return counter
 
 
 def pieces_of(*sizes: int) -> list[memoryview]:
@@ -92,37 +103,17 @@ def test_a_file_that_cannot_be_written_is_named(
     assert found.value.errno == number
 
 
-def test_an_artifact_takes_the_records_over_and_reads_no_such_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def file_records(paths: list[Path]) -> dict[Path, FileRecord]:
-        read.extend(path.name for path in paths)
-        return digests.file_records(paths)
-
-    monkeypatch.setattr(artifacts, "file_records", file_records)
+def test_an_artifact_takes_records_over_and_reads_no_file(tmp_path: Path, hashing: Hashing) -> None:
     with writing(tmp_path / "made", "checkpoint", "x") as writer:
         path = writer.path("weights")
         writer.settled[path] = write_hashed(path, pieces_of(250))
         writer.path("notes").write_text("notes")
-    assert read == ["notes"]
+    assert hashing.files == ["notes"]
     made = open_artifact(tmp_path / "made", kind="checkpoint")
     made.check()
 
 
-# ---------------------------------------------------------------- digests of files
-
-
 CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
-
-
-@pytest.fixture(autouse=True)
-def new_process() -> Iterator[None]:
-    """Every test begins as a process that remembers nothing."""
-    artifacts._INTACT.clear()
-    yield
-    artifacts._INTACT.clear()
 
 
 def make(directory: Path, *, age: bool = True) -> Artifact:
@@ -135,27 +126,6 @@ def make(directory: Path, *, age: bool = True) -> Artifact:
     return open_artifact(directory, kind="corpus")
 
 
-class Hashing:
-    """Counts the files that are hashed."""
-
-    def __init__(self) -> None:
-        self.files: list[str] = []
-        self._lock = threading.Lock()
-        self._original = digests._file_digest
-
-    def __call__(self, path: Path) -> str:
-        with self._lock:
-            self.files.append(path.name)
-        return self._original(path)
-
-
-@pytest.fixture
-def hashing(monkeypatch: pytest.MonkeyPatch) -> Hashing:
-    counter = Hashing()
-    monkeypatch.setattr(digests, "_file_digest", counter)
-    return counter
-
-
 def tamper(path: Path) -> None:
     """Other content of the same size."""
     content = bytearray(path.read_bytes())
@@ -163,17 +133,18 @@ def tamper(path: Path) -> None:
     path.write_bytes(content)
 
 
-# ---------------------------------------------------------------- the door
-
-
 def test_a_tampered_file_is_not_given_out_whatever_asks_for_it(tmp_path: Path) -> None:
     made = make(tmp_path / "corpus")
     made.file("a.txt")
     tamper(made.directory / "a.txt")
     assert made.file("deep/b.bin").read_bytes() == CONTENTS["deep/b.bin"]
+    made.check(["empty", "deep/b.bin"])
     for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.check):
         with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
             ask()
+    (made.directory / "a.txt").unlink()
+    with pytest.raises(ArtifactError, match=r"a\.txt is missing, although its manifest"):
+        made.check(["a.txt"])
 
 
 def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path: Path) -> None:
@@ -188,9 +159,7 @@ def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path:
 
 
 @pytest.mark.parametrize("linked", ["a.txt", "deep", "deep/b.bin"])
-def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
-    tmp_path: Path, linked: str
-) -> None:
+def test_a_link_within_is_refused_even_if_the_content_is_right(tmp_path: Path, linked: str) -> None:
     made = make(tmp_path / "corpus")
     (made.directory / linked).rename(tmp_path / "elsewhere")
     (made.directory / linked).symlink_to(tmp_path / "elsewhere")
@@ -219,17 +188,6 @@ def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
     assert not (tmp_path / "out").exists()
 
 
-def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
-    direction = Direction("de", "en")
-    with writing(tmp_path / "translations", "translations", "translate") as writer:
-        write_hypotheses(writer.path(hypotheses_name(direction)), [Hypothesis("a bad one")])
-    made = open_artifact(tmp_path / "translations", kind="translations")
-    assert read_hypotheses(made, direction) == [Hypothesis("a bad one")]
-    write_hypotheses(made.directory / hypotheses_name(direction), [Hypothesis("a new one")])
-    with pytest.raises(ArtifactError, match=r"de-en\.jsonl is damaged"):
-        read_hypotheses(made, direction)
-
-
 @pytest.mark.parametrize("size", [1, 64, 65, 200])
 def test_a_file_with_a_digest_per_chunk_is_known_and_its_damage_found(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
@@ -256,9 +214,6 @@ def test_a_file_with_a_digest_per_chunk_is_known_and_its_damage_found(
         open_artifact(made.directory, kind="corpus")
 
 
-# ---------------------------------------------------------------- remembering
-
-
 def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
     hashing.files.clear()
@@ -278,9 +233,7 @@ def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: 
     assert hashing.files.count("a.txt") == 3, "by sealing, and by both checks"
 
 
-def test_many_files_are_hashed_by_several_threads_as_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_threads_hash_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = []
     for index in range(20):
         paths.append(tmp_path / f"{index}")
@@ -304,9 +257,6 @@ def test_many_files_are_hashed_by_several_threads_as_by_one(
     assert len(used) == 2
 
 
-# ---------------------------------------------------------------- changes noticed by status
-
-
 def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
     hashing.files.clear()
@@ -323,9 +273,7 @@ def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Has
     assert hashing.files == []
 
 
-def test_what_only_looks_changed_is_compared_with_its_digest(
-    tmp_path: Path, hashing: Hashing
-) -> None:
+def test_what_just_looks_changed_is_hashed(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
     hashing.files.clear()
     sealed = (made.directory / "manifest.json").stat().st_mtime
@@ -336,9 +284,6 @@ def test_what_only_looks_changed_is_compared_with_its_digest(
     os.utime(made.directory / "a.txt", (sealed + 2, sealed + 2))
     with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
         refuse_changed(made.directory)
-
-
-# ---------------------------------------------------------------- several ranks
 
 
 def check_and_count(world: World, directory: Path) -> tuple[list[str], str]:
@@ -356,13 +301,8 @@ def check_and_count(world: World, directory: Path) -> tuple[list[str], str]:
     return counter.files, ""
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Artifact:
-    return make(tmp_path / "corpus")
-
-
-def test_ranks_hash_a_share_each(pool2: ProcessPool, shared: Artifact) -> None:
-    (first, _), (second, _) = pool2.run(check_and_count, shared.directory)
+def test_ranks_hash_a_share_each(pool2: ProcessPool, tmp_path: Path) -> None:
+    (first, _), (second, _) = pool2.run(check_and_count, make(tmp_path / "corpus").directory)
     assert sorted(first + second) == ["a.txt", "b.bin", "empty"]
     assert {len(first), len(second)} == {1, 2}
 
@@ -376,9 +316,10 @@ def test_ranks_hash_a_share_each(pool2: ProcessPool, shared: Artifact) -> None:
     ],
 )
 def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
-    pool2: ProcessPool, shared: Artifact, name: str, spoil: Callable[[Path], None], said: str
+    pool2: ProcessPool, tmp_path: Path, name: str, spoil: Callable[[Path], None], said: str
 ) -> None:
-    spoil(shared.directory / name)
-    (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
+    directory = make(tmp_path / "corpus").directory
+    spoil(directory / name)
+    (_, first), (_, second) = pool2.run(check_and_count, directory)
     assert first == second
     assert f"{name} is {said}" in first

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from support.folder_listing import names_in
 from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts import locks
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.locks import ATTEMPT_VARIABLE, Lock, Owner, exclusive, sole_writer
 from pipeline.artifacts.places import lock_path, make_working, unfinished_dir
 from pipeline.errors import ArtifactError
 
+Capture = pytest.CaptureFixture[str]
 HOUR = 3600.0
 NEVER = 1e9
 
@@ -63,21 +65,32 @@ def child(action: Callable[[], object]) -> Iterator[int]:
 @contextmanager
 def holder_process(path: Path) -> Iterator[int]:
     """A process that holds the lock until it is killed."""
-    reading, writing = os.pipe()
+    reads, writes = os.pipe()
 
     def hold() -> None:
         with exclusive(path, what="x"):
-            os.write(writing, b"held")
+            os.write(writes, b"held")
             signal.pause()
 
     with child(hold) as process:
-        assert os.read(reading, 4) == b"held"
-        os.close(reading)
-        os.close(writing)
+        assert os.read(reads, 4) == b"held"
+        os.close(reads)
+        os.close(writes)
         yield process
 
 
-# ---------------------------------------------------------------- file systems
+def exit_code(process: int) -> int:
+    """Wait for the end of a process that is reaped later."""
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -123,9 +136,7 @@ def test_a_lock_that_cannot_be_made_is_one_sentence_and_leaves_nothing(
         pass
 
 
-def test_a_file_that_is_written_in_part_is_no_lock(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_written_in_part_is_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda number, text: original(number, text[:10]))
@@ -155,9 +166,8 @@ def test_a_lock_that_is_removed_is_lost(path: Path, monkeypatch: pytest.MonkeyPa
     with exclusive(path, what="x") as lock:
         (path / "1").unlink()
         path.rmdir()
-        with pytest.raises(
-            ArtifactError, match=r"^x: its lock is gone\. .* was removed: run again\.$"
-        ):
+        said = r"^x: its lock is gone\. .* was removed: run again\.$"
+        with pytest.raises(ArtifactError, match=said):
             lock.refuse_if_lost()
         with exclusive(path, what="x") as other:
             with pytest.raises(ArtifactError, match=f"written by process .*{other.owner.token}"):
@@ -176,12 +186,7 @@ def test_files_that_nfs_keeps_of_removed_ones_are_not_in_the_way(path: Path) -> 
         refuse(path, "is being written")
 
 
-# ---------------------------------------------------------------- on this machine
-
-
-def test_a_holder_that_is_killed_does_not_delay_the_next(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_holder_delays_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STALE_SECONDS", "UNSIGNED_SECONDS"):
         monkeypatch.setattr(locks, name, NEVER)
     with holder_process(path) as process:
@@ -194,20 +199,12 @@ def test_a_holder_that_is_killed_does_not_delay_the_next(
 def test_a_killed_holder_that_nobody_has_waited_for_yet_has_ended(path: Path) -> None:
     with holder_process(path) as process:
         os.kill(process, signal.SIGKILL)
-        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        exit_code(process)
         with exclusive(path, what="x") as lock:
             assert lock.generation == 2
 
 
-def test_a_process_with_the_number_of_the_holder_is_not_the_holder(path: Path) -> None:
-    leave(path, replace(Owner.new(), started="1"))
-    with exclusive(path, what="x") as lock:
-        assert lock.generation == 2
-
-
-def test_a_holder_that_proc_hides_is_judged_by_its_signs_of_life(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_holder_needs_signs_of_life(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With hidepid, nobody sees whether the number of another user's process is a reused one."""
     monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
     with subprocess.Popen(["sleep", "600"]) as other:
@@ -232,9 +229,7 @@ def test_a_forked_child_does_not_release_its_parents_lock(path: Path) -> None:
     with ExitStack() as stack:
         lock = stack.enter_context(exclusive(path, what="x"))
         with child(stack.close) as process:
-            ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            assert ended.si_status == 0
+            assert exit_code(process) == 0
         lock.refuse_if_lost()
         refuse(path, f"is being written by process {os.getpid()} ")
     assert not path.exists()
@@ -246,10 +241,7 @@ def test_the_heartbeat_refreshes_the_holders_file_and_receives_no_signal(
     monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
     with exclusive(path, what="x") as lock:
         first = (path / "1").read_bytes()
-        deadline = time.monotonic() + 60
-        while (path / "1").read_bytes() == first:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: (path / "1").read_bytes() != first)
         lock.refuse_if_lost()
         (thread,) = (one for one in threading.enumerate() if one.name == f"lock {path}")
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
@@ -259,15 +251,12 @@ def test_the_heartbeat_refreshes_the_holders_file_and_receives_no_signal(
 
 
 def test_the_heartbeat_notices_that_the_lock_is_lost(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
     with exclusive(path, what="x"):
         leave(path, elsewhere(), generation=2)
-        said, deadline = "", time.monotonic() + 60
-        while "x: it is being written by process 1 on node7" not in said:
-            assert time.monotonic() < deadline
-            said += capfd.readouterr().err
+        wait_for(lambda: "x: it is being written by process 1 on node7" in capfd.readouterr().err)
     assert names_in(path) == ["1", "2"], "the other's lock stays"
 
 
@@ -280,9 +269,7 @@ def test_a_claimer_that_came_too_late_and_withdraws_has_not_taken_the_lock(
         lock.refuse_if_lost()
 
 
-def test_a_lock_that_cannot_be_read_is_not_called_gone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_lock_is_not_called_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
     with exclusive(path, what="x") as lock:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -296,21 +283,17 @@ def test_a_lock_that_cannot_be_read_is_not_called_gone(
 
 
 def test_a_holder_whose_lock_is_away_for_a_while_refreshes_it_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(locks, "LATE_SECONDS", 0.05)
     with exclusive(path, what="x"):
         hidden = path.rename(path.with_name("hidden"))
-        said, deadline = "", time.monotonic() + 60
-        while "x: its lock is gone. This run saves nothing without it." not in said:
-            assert time.monotonic() < deadline
-            said += capfd.readouterr().err
+        said = "x: its lock is gone. This run saves nothing without it."
+        wait_for(lambda: said in capfd.readouterr().err)
         hidden.rename(path)
         first = (path / "1").read_bytes()
-        while (path / "1").read_bytes() == first:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: (path / "1").read_bytes() != first)
 
 
 ATOMS = ("mkdir", "open", "write", "close", "unlink", "rmdir", "listdir")
@@ -332,14 +315,8 @@ def test_killed_at_any_moment_of_claiming_taking_over_and_releasing_the_next_one
             with exclusive(path, what="x"):
                 pass
 
-        process = os.fork()
-        if process == 0:
-            try:
-                claim(count(moment, -1))
-                os._exit(0)
-            finally:
-                os._exit(1)
-        ended_codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        with child(partial(claim, count(moment, -1))) as process:
+            ended_codes.append(exit_code(process))
         with exclusive(path, what="x") as lock:
             lock.refuse_if_lost()
         assert names_in(tmp_path) == []
@@ -381,8 +358,6 @@ def _cut_short(name: str, left: Iterator[int], cut: Callable[[], object]) -> Cal
     return call
 
 
-# ---------------------------------------------------------------- many at once
-
 BEFORE = ("nothing", "empty", "killed", "unsigned", "earlier attempt", "silent elsewhere")
 """What may lie there when processes claim a lock at once."""
 
@@ -400,6 +375,15 @@ def prepare(path: Path, before: str) -> None:
             leave(path, elsewhere(attempt="7.0"))
         case "silent elsewhere":
             leave(path, elsewhere())
+
+
+def run_at_once(action: Callable[[], object], processes: int) -> list[ForkProcess]:
+    workers = [get_context("fork").Process(target=action) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    return workers
 
 
 @pytest.mark.slow
@@ -433,12 +417,8 @@ def test_of_processes_that_claim_at_once_exactly_one_wins(
                 gate.wait()
                 gate.wait()
 
-    workers = [context.Process(target=claim_every_round) for _ in range(processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=120)
-    assert [worker.exitcode for worker in workers] == [0] * processes
+    ended = run_at_once(claim_every_round, processes)
+    assert [worker.exitcode for worker in ended] == [0] * processes
     assert [wins[number] for number in range(rounds)] == [1] * rounds
     assert names_in(tmp_path) == []
 
@@ -469,12 +449,7 @@ def test_processes_that_come_and_go_and_are_killed_never_hold_the_lock_together(
                     os.kill(os.getpid(), signal.SIGKILL)
                 note("leaves")
 
-    context = get_context("fork")
-    workers = [context.Process(target=come_and_go) for _ in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=120)
+    workers = run_at_once(come_and_go, 8)
     killed = {worker.pid for worker in workers if worker.exitcode == -signal.SIGKILL}
     assert {worker.exitcode for worker in workers} <= {0, -signal.SIGKILL}
     inside: int | None = None
@@ -488,9 +463,6 @@ def test_processes_that_come_and_go_and_are_killed_never_hold_the_lock_together(
             assert inside == int(process)
             inside = None
     assert entered == (8 - len(killed)) * turns + len(killed) * (turns // 2 + 1)
-
-
-# ---------------------------------------------------------------- on another machine
 
 
 @contextmanager
@@ -536,7 +508,7 @@ def test_time_in_which_the_claimer_was_stopped_is_no_silence_of_the_holder(
 
 @pytest.mark.parametrize("skew", [-5 * HOUR, 0.0, 5 * HOUR])
 def test_a_holder_elsewhere_that_shows_no_sign_of_life_is_followed_whatever_its_clock_says(
-    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(locks, "STALE_SECONDS", 0.3)
     file = leave(path, elsewhere())
@@ -560,7 +532,7 @@ def test_a_holder_elsewhere_that_shows_no_sign_of_life_is_followed_whatever_its_
 
 @pytest.mark.parametrize("skew", [-5 * HOUR, 5 * HOUR])
 def test_a_holder_elsewhere_is_refused_as_soon_as_its_file_changes(
-    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(locks, "STALE_SECONDS", 30.0)
     with lives(path, elsewhere(), skew=skew):
@@ -585,15 +557,9 @@ def test_a_holder_elsewhere_that_wakes_up_after_it_was_followed_has_lost(
         lock.refuse_if_lost()
 
 
-# ---------------------------------------------------------------- attempts of a job
-
-
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_later_attempt_of_the_same_job_follows_a_live_one_at_once(
-    path: Path,
-    is_elsewhere: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    path: Path, is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(locks, "STALE_SECONDS", NEVER)
     here = replace(Owner.new(), attempt="1234_5.9")
@@ -607,7 +573,7 @@ def test_a_later_attempt_of_the_same_job_follows_a_live_one_at_once(
 
 
 @pytest.mark.parametrize("attempt", ["", "1234.0", "1234.1", "123.2", "1234", ".2", "1234.x"])
-def test_no_other_attempt_follows_a_live_one(
+def test_no_other_attempt_may_follow(
     path: Path, attempt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(path, replace(Owner.new(), attempt="1234.1"))
@@ -635,12 +601,7 @@ def test_a_dead_holder_with_a_later_attempt_blocks_nobody_where_job_ids_begin_an
         lock.refuse_if_lost()
 
 
-# ---------------------------------------------------------------- what the loser does
-
-
-def test_who_has_lost_the_lock_publishes_nothing_and_leaves_the_others_working_folder(
-    tmp_path: Path,
-) -> None:
+def test_who_has_lost_the_lock_publishes_nothing_and_leaves_others_folders(tmp_path: Path) -> None:
     out_dir = tmp_path / "corpus"
     with (
         sole_writer(out_dir),
@@ -663,43 +624,37 @@ def test_who_has_lost_the_lock_and_writes_on_does_not_reach_the_others_files(
     """An orphan on a lost node opens its files one after the other, and looks at the lock last."""
     monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
     out_dir = tmp_path / "corpus"
-    new: dict[str, Any] = {"kind": "corpus", "stage": "x", "config": {}, "inputs": {}}
-    reading, writing = os.pipe()
+    waits, ends_wait = os.pipe()
 
     def take_over_and_make() -> None:
         lock = lock_path(out_dir)
         (lock / "1").unlink()
         lock.rmdir()
-        with sole_writer(out_dir), new_artifact(out_dir, **new) as writer:
+        with sole_writer(out_dir), writing(out_dir, "corpus") as writer:
             writer.path("file").write_text("of the next attempt")
-            assert os.read(reading, 1) == b"x"
+            assert os.read(waits, 1) == b"x"
 
     with (
         sole_writer(out_dir),
         pytest.raises(ArtifactError, match=r"it is being written by|its lock is gone"),
-        new_artifact(out_dir, **new) as orphan,
+        writing(out_dir, "corpus") as orphan,
         child(take_over_and_make) as other,
     ):
-        while not any(tmp_path.glob(".corpus*.unfinished/file")):
-            time.sleep(0.01)
+        wait_for(lambda: any(tmp_path.glob(".corpus*.unfinished/file")))
         try:
             orphan.path("file").write_text("orphan")
         finally:
-            os.write(writing, b"x")
-            ended = os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            assert ended.si_status == 0
+            os.write(ends_wait, b"x")
+            assert exit_code(other) == 0
     made = open_artifact(out_dir, kind="corpus").file("file")
     assert made.read_text() == "of the next attempt"
-    with sole_writer(out_dir), new_artifact(out_dir, overwrite=True, **new) as writer:
+    with sole_writer(out_dir), writing(out_dir, "corpus", overwrite=True) as writer:
         writer.path("file").write_text("third")
     assert names_in(tmp_path) == ["corpus"], "nothing is left of it"
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])
-def test_who_fails_after_the_loss_removes_its_own_working_folder(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_who_fails_after_the_loss_removes_its_own_folder(tmp_path: Path, error: Exception) -> None:
     out_dir = tmp_path / "corpus"
     with (
         sole_writer(out_dir),

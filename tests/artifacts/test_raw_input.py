@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.raw_trees import write
 
 from pipeline.artifacts.artifact import raw_digest
 from pipeline.artifacts.raw_input import (
@@ -23,19 +24,16 @@ COMMIT = "805090dc28bf78897da9641cdf08b61287580df9"
 def test_one_path_is_recorded_under_the_name_of_the_input(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a")
     records = raw_input([str(tmp_path)]).records("raw")
-    assert {name: (record.path, record.digest) for name, record in records.items()} == {
-        "raw": (str(tmp_path), raw_digest(tmp_path))
-    }
+    assert records.keys() == {"raw"}
+    assert (records["raw"].path, records["raw"].digest) == (str(tmp_path), raw_digest(tmp_path))
 
 
 def test_several_paths_are_recorded_each_with_its_digest_in_their_order(tmp_path: Path) -> None:
     for name in "ba":
         (tmp_path / name).write_text(name)
     records = raw_input([str(tmp_path / name) for name in "ba"]).records("raw")
-    assert [(name, Path(record.path).name) for name, record in records.items()] == [
-        ("raw/1", "b"),
-        ("raw/2", "a"),
-    ]
+    found = {name: Path(record.path).name for name, record in records.items()}
+    assert list(found.items()) == [("raw/1", "b"), ("raw/2", "a")]
     assert records["raw/1"].digest == raw_digest(tmp_path / "b")
     with pytest.raises(ArtifactError, match="c does not exist"):
         raw_input([str(tmp_path / name) for name in "ac"]).records("raw")
@@ -43,22 +41,15 @@ def test_several_paths_are_recorded_each_with_its_digest_in_their_order(tmp_path
 
 def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "raw", tmp_path / "elsewhere"
-    for path in (folder / ".cache" / "c.txt", folder / "own.txt", elsewhere / "deep" / "b.txt"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.name)
+    names = ("raw/.cache/c.txt", "raw/own.txt", "raw/de-en/de.txt", "elsewhere/deep/b.txt")
+    write(tmp_path, dict.fromkeys(names, "text"))
     (folder / "linked").symlink_to(elsewhere)
     (folder / "visible").symlink_to(folder / ".cache")
     (elsewhere / "loop").symlink_to(folder)
     (folder / ".#own.txt").symlink_to("user@host.1")  # an editor's lock is hidden, and a link
-    (folder / "de-en").mkdir()
-    (folder / "de-en" / "de.txt").touch()
     (folder / "current").symlink_to("de-en")  # by its own name, although the link's is before it
-    assert [name for name, _ in named_files([folder])] == [
-        "de-en/de.txt",
-        "linked/deep/b.txt",
-        "own.txt",
-        "visible/c.txt",
-    ]
+    found = [name for name, _ in named_files([folder])]
+    assert found == ["de-en/de.txt", "linked/deep/b.txt", "own.txt", "visible/c.txt"]
     (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"lost\.txt is a link to nothing\. Restore its target"):
         named_files([folder])
@@ -79,15 +70,9 @@ def test_a_data_set_of_the_hub_is_its_name_and_commit() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "hub:Helsinki-NLP/opus-100",
-        "hub:Helsinki-NLP/opus-100@main",
-        f"hub:Helsinki-NLP/opus-100@{COMMIT[:12]}",
-        f"hub:Helsinki-NLP/opus-100@{COMMIT.upper()}",
-        f"hub:Helsinki-NLP/opus-100@{COMMIT}0",
-        f"hub:opus-100@{COMMIT}",
-        f"hub:a/b/c@{COMMIT}",
-        f"hub:a/b@{COMMIT}\n",
-        "hub:",
+        *("hub:Helsinki-NLP/opus-100", "hub:Helsinki-NLP/opus-100@main", "hub:"),
+        *(f"hub:a/b@{name}" for name in (COMMIT[:12], COMMIT.upper(), f"{COMMIT}0", f"{COMMIT}\n")),
+        *(f"hub:{name}@{COMMIT}" for name in ("opus-100", "a/b/c")),
     ],
 )
 def test_a_data_set_that_is_not_pinned_to_a_commit_is_refused_in_a_sentence(value: str) -> None:
@@ -118,9 +103,6 @@ def test_where_one_path_is_wanted_several_or_a_data_set_are_refused() -> None:
         HubDataset("a/b", COMMIT).only_path()
 
 
-# ---------------------------------------------------------------- small files of large tables
-
-
 def write_table(path: Path, columns: dict[str, Any], **options: Any) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -129,9 +111,7 @@ def write_table(path: Path, columns: dict[str, Any], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_a_text_that_all_rows_repeat_takes_the_memory_of_few_rows(
-    tmp_path: Path, is_nested: bool
-) -> None:
+def test_a_text_that_all_rows_repeat_takes_little_memory(tmp_path: Path, is_nested: bool) -> None:
     """The file has the text once, in a dictionary."""
     pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
     path, text = tmp_path / "a.parquet", "x" * 200_000

@@ -14,7 +14,7 @@ from support.corpora import writing
 from support.folder_listing import names_in
 from support.lock_holders import elsewhere, leave
 
-from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Kind, open_artifact
 from pipeline.artifacts.locks import Owner, exclusive, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME, run_dir
 from pipeline.artifacts.places import lock_path, replaced_dir, unfinished_dir
@@ -33,8 +33,6 @@ from pipeline.artifacts.run_folders import (
 from pipeline.config.recipe import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS, Recipe
 
 CONFIG = {"training": {"updates": 6}}
-
-
 KILLED = 9
 """Exit code of a process that ended on its way."""
 
@@ -56,16 +54,12 @@ def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
         "best": "checkpoint",
     }
     for name, kind in kinds.items():
-        with new_artifact(
-            folder / name, kind=kind, stage="pretrain", config=config, inputs={}
-        ) as writer:
+        with writing(folder / name, kind, "pretrain", config=config) as writer:
             writer.path("optimizer/part").write_text(name)
     (folder / "states" / ".update-0000002.unfinished" / "optimizer").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
     write_stacks(folder)
-    with new_artifact(
-        out_dir, kind="checkpoint", stage="pretrain", config=config, inputs={}
-    ) as writer:
+    with writing(out_dir, "checkpoint", "pretrain", config=config) as writer:
         writer.path("weights/part").write_text("weights")
     announce_removal(folder, key=open_artifact(out_dir, kind="checkpoint").manifest.key)
     return folder
@@ -108,9 +102,11 @@ def _ending_process(original: Callable[..., None], *, left: Iterator[int]) -> Ca
 
 @pytest.mark.slow
 def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: Path) -> None:
+    make_run(tmp_path / "template" / "model")
     for number in count():
         out_dir = tmp_path / str(number) / "model"
-        folder = make_run(out_dir)
+        folder = run_dir(out_dir)
+        shutil.copytree(tmp_path / "template", out_dir.parent)
         killed = remove_until_killed(out_dir, number)
         assert finish_removal(out_dir) is None
         if folder.exists():  # nothing but what any run folder begins with: the next one's
@@ -124,10 +120,8 @@ def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: P
     assert names_in(out_dir.parent) == ["model"]
 
 
-@pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "empty"])
-def test_what_a_kill_left_next_to_a_finished_output_goes_when_it_is_found_done(
-    tmp_path: Path, is_signed: bool
-) -> None:
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_what_a_kill_left_next_to_a_finished_output_goes(tmp_path: Path, is_signed: bool) -> None:
     """The lock of a process that has ended, what the output replaced, and a work folder."""
     out_dir = tmp_path / "out"
     with writing(out_dir, "corpus", "x") as writer:
@@ -185,23 +179,17 @@ def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:
     open_artifact(elsewhere / "states" / "update-0000006", kind="training_state").check()
 
 
-def _withdrawn(out_dir: Path) -> None:
-    withdraw_removal(run_dir(out_dir))
-
-
-def _for_another_model(out_dir: Path) -> None:
-    """As where training of more updates was killed before it had published its model."""
-    announce_removal(run_dir(out_dir), key="f" * 64)
-
-
-def _unpublished(out_dir: Path) -> None:
-    (out_dir / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize("change", [_withdrawn, _for_another_model, _unpublished])
-def test_a_run_folder_whose_model_is_not_there_is_not_removed(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out_dir: withdraw_removal(run_dir(out_dir)),
+        # As where training of more updates was killed before it had published its model.
+        lambda out_dir: announce_removal(run_dir(out_dir), key="f" * 64),
+        lambda out_dir: (out_dir / "manifest.json").unlink(),
+    ],
+    ids=["withdrawn", "for another model", "unpublished"],
+)
+def test_a_folder_without_its_model_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
     folder = make_run(tmp_path / "model")
     change(tmp_path / "model")
     assert finish_removal(tmp_path / "model") is None
@@ -239,9 +227,7 @@ def test_a_removal_that_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_a_folder_in_which_a_watchdog_alone_has_written_is_claimed_by_the_next_start(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_in_which_only_a_watchdog_has_written_is_claimed(tmp_path: Path) -> None:
     folder = run_dir(tmp_path / "out")
     write_stacks(folder)
     claim_run_folder(folder, work="training")
@@ -250,24 +236,16 @@ def test_a_folder_in_which_a_watchdog_alone_has_written_is_claimed_by_the_next_s
 
 
 CHANGES: dict[str, Any] = {
-    "training.checkpoint_every": 7,
-    "training.expert_parallel_size": 2,
-    "training.keep_last": 3,
-    "training.recompute_layers": True,
-    "training.resource_thresholds": [10, 20],
-    "training.skip_nonfinite_after": 5,
-    "batches.evaluation_tokens": 512,
-    "training.average_last": 2,
-    "training.best_by_route": "shared",
-    "training.patience": 3,
+    **{"training.checkpoint_every": 7, "training.expert_parallel_size": 2, "training.keep_last": 3},
+    **{"training.recompute_layers": True, "training.resource_thresholds": [10, 20]},
+    **{"training.skip_nonfinite_after": 5, "batches.evaluation_tokens": 512},
+    **{"training.average_last": 2, "training.best_by_route": "shared", "training.patience": 3},
     "training.validate_every": 7,
 }
 
 
 @pytest.mark.parametrize("name", sorted({*CHANGES, *DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS}))
-def test_a_run_goes_on_with_another_setting_that_changes_no_update(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_run_goes_on_if_a_setting_changes_no_update(tmp_path: Path, name: str) -> None:
     recipe = Recipe(name="any").model_dump(mode="json")
     before = {part: recipe[part] for part in ("training", "batches")}
     section, _, setting = name.partition(".")

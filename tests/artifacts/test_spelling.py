@@ -1,13 +1,13 @@
 """Spelling: rules of normalization against unicodedata and SentencePiece, and blank lines."""
 
-import io
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
+from support.pieces import train_pieces
 
 from pipeline.artifacts.spelling import is_blank, rule_of, with_any_rule, with_rule
 
@@ -33,23 +33,12 @@ COMPATIBLE = {
 
 def model(rule: str, *, lines: Sequence[str] = LINES, **options: Any) -> bytes:
     """Train SentencePiece with a rule that it brings."""
-    stream = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=stream,
-        normalization_rule_name=rule,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{"vocab_size": 200, **options},
-    )
-    return stream.getvalue()
+    return train_pieces(lines, size=200, normalization_rule_name=rule, **options)
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
 @pytest.mark.parametrize("form", ["nfc", "plain"])
-def test_text_as_it_is_typed_has_the_pieces_of_text_as_it_was_trained_on(
-    form: Any, model_type: str
-) -> None:
+def test_typed_text_has_the_pieces_of_training_text(form: Any, model_type: str) -> None:
     processor = SentencePieceProcessor(
         model_proto=with_rule(model("identity", model_type=model_type), rule_of(form))
     )
@@ -96,9 +85,7 @@ def test_plain_spelling_replaces_what_sentencepieces_rule_replaces_but_no_punctu
 
 
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "nfkc_cf"])
-def test_a_model_with_a_rule_keeps_it_and_another_gets_one_that_changes_no_clean_text(
-    rule: str,
-) -> None:
+def test_a_model_keeps_its_rule_or_gets_one_that_changes_no_clean_text(rule: str) -> None:
     assert with_any_rule(model(rule)) == model(rule)
     plain = model("identity")
     given = with_any_rule(plain)
@@ -113,7 +100,7 @@ def test_a_model_with_a_rule_keeps_it_and_another_gets_one_that_changes_no_clean
 @pytest.mark.parametrize("model_type", ["unigram", "char"])
 def test_a_model_of_letters_in_parts_knows_the_text_that_it_was_trained_on(model_type: str) -> None:
     lines = [unicodedata.normalize("NFD", line) for line in (*LINES, "Mo lọ sí ọjà")] * 20
-    in_parts = model("identity", lines=lines, model_type=model_type, character_coverage=1.0)
+    in_parts = model("identity", lines=lines, model_type=model_type)
     given = SentencePieceProcessor(model_proto=with_any_rule(in_parts))
     before = SentencePieceProcessor(model_proto=in_parts)
     assert given.encode(lines) == before.encode(lines)
@@ -127,22 +114,10 @@ def test_a_rule_of_somebody_that_touches_no_accents_is_kept(tmp_path: Path) -> N
     assert with_any_rule(own) == own
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        " \t",
-        "\u3164",
-        "\uffa0 \u2800",
-        "\u200b",
-        "\ufeff",
-        "\u00ad",
-        "\u200e",
-        "\u2060",
-        "\u00a0\u200f\u3000",
-        "\u200d",
-    ],
-)
+BLANK = ["", " \t", "\u3164", "\uffa0 \u2800", "\u200b", "\ufeff", "\u00ad", "\u200e", "\u2060"]
+
+
+@pytest.mark.parametrize("line", [*BLANK, "\u00a0\u200f\u3000", "\u200d"])
 def test_a_line_of_invisible_characters_is_blank_and_one_with_a_letter_is_not(line: str) -> None:
     assert is_blank(line)
     for visible in (line + "a", "." + line, line + "ا" + line, f"{line}\ufffd"):

@@ -1,6 +1,5 @@
 """Vocabularies, language tokens and tags, and the stage that trains them."""
 
-import io
 import itertools
 import pickle
 import random
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
-from support.corpora import Texts, make_corpus
+from support.corpora import Texts, bytes_of, make_corpus
+from support.pieces import train_pieces
 from support.stage_runs import run_stage
 
 from data_prep import train_tokenizer
@@ -25,7 +24,6 @@ from pipeline.artifacts.tokenizer import (
     TokenizerDescription,
     build_tokenizer,
     copy_tokenizer,
-    language_token,
     load_tokenizer,
     tags,
     write_tokenizer,
@@ -86,53 +84,21 @@ def subwords(trained: Artifact) -> Tokenizer:
 
 
 def bytes_tokenizer(languages: tuple[str, ...] = ("de", "en", "zh")) -> Tokenizer:
-    description = TokenizerDescription(
-        kind="bytes", languages=languages, language_token_scheme="underscores"
-    )
-    return build_tokenizer(description, None)
+    return build_tokenizer(bytes_of(languages), None)
 
 
-def train_model(*, pad_id: int = 0, bos_id: int = 1, eos_id: int = 2, unk_id: int = 3) -> bytes:
-    model = io.BytesIO()
-    lines: Iterator[str] = iter(sentences("en", 100))
-    SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        vocab_size=60,
-        num_threads=1,
-        minloglevel=2,
-        pad_id=pad_id,
-        bos_id=bos_id,
-        eos_id=eos_id,
-        unk_id=unk_id,
-    )
-    return model.getvalue()
+def train_model(**ids: int) -> bytes:
+    given = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, **ids}
+    return train_pieces(sentences("en", 100), size=60, **given)
 
 
-def test_text_of_every_language_survives_encoding(subwords: Tokenizer) -> None:
-    for code in LETTERS:
-        for line in sentences(code, 50, seed=0):
-            assert subwords.decode(subwords.encode(line)) == line
+KNOWN = st.text(st.sampled_from("".join(LETTERS.values())), min_size=1)
 
 
-@given(
-    st.lists(
-        st.text(st.sampled_from("".join(LETTERS.values())), min_size=1), min_size=1, max_size=6
-    )
-)
-def test_any_single_spaced_text_of_known_characters_survives_encoding(
-    subwords: Tokenizer, words: list[str]
-) -> None:
+@given(st.lists(KNOWN, min_size=1, max_size=6))
+def test_text_of_known_characters_survives_encoding(subwords: Tokenizer, words: list[str]) -> None:
     text = " ".join(words)
     assert subwords.decode(subwords.encode(text)) == text
-
-
-@given(st.text())
-def test_bytes_encode_every_text_as_its_utf8(text: str) -> None:
-    tokenizer = bytes_tokenizer()
-    ids = tokenizer.encode(text)
-    assert [index - 4 for index in ids] == list(text.encode())
-    assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("kind", ["subwords", "bytes"])
@@ -161,11 +127,9 @@ def test_a_batch_is_encoded_as_its_sentences_are(subwords: Tokenizer) -> None:
 def test_language_tokens_follow_the_vocabulary_in_alphabetical_order(subwords: Tokenizer) -> None:
     assert subwords.languages == ("de", "en", "ru", "zh")
     ids = [subwords.language_token_id(code) for code in subwords.languages]
-    assert ids == [300, 301, 302, 303]
-    assert subwords.size == 304
-    assert [subwords.language_of_token(index) for index in ids] == list(subwords.languages)
-    assert subwords.language_of_token(299) is None
-    assert subwords.language_of_token(304) is None
+    assert (ids, subwords.size) == ([300, 301, 302, 303], 304)
+    found = [subwords.language_of_token(index) for index in range(299, 305)]
+    assert found == [None, *subwords.languages, None]
 
 
 def test_an_unknown_language_is_refused_with_the_nearest_codes() -> None:
@@ -197,22 +161,10 @@ def test_unsorted_or_repeated_languages_are_refused() -> None:
             bytes_tokenizer(languages)
 
 
-def test_a_copy_is_the_same_tokenizer(trained: Artifact, tmp_path: Path) -> None:
-    copy_tokenizer(trained.directory, tmp_path / "copy")
-    copied, original = load_tokenizer(tmp_path / "copy"), load_tokenizer(trained.directory)
-    assert copied.fingerprint == original.fingerprint
-    assert copied.encode("die") == original.encode("die")
-    names = sorted(path.name for path in (tmp_path / "copy").iterdir())
-    assert names == ["sentencepiece.model", "tokenizer.json"]
-
-
 def test_the_fingerprint_tells_languages_schemes_and_models_apart() -> None:
     descriptions = [
-        TokenizerDescription(
-            kind="sentencepiece", languages=languages, language_token_scheme=scheme
-        )
-        for languages in (("de",), ("en",))
-        for scheme in ("underscores", "angle")
+        ENGLISH.model_copy(update={"languages": (code,), "language_token_scheme": scheme})
+        for code, scheme in itertools.product(("de", "en"), ("underscores", "angle"))
     ]
     models = [train_model(), train_model(pad_id=1, bos_id=0)]
     found = {build_tokenizer(*both).fingerprint for both in itertools.product(descriptions, models)}
@@ -250,20 +202,6 @@ def test_tags_put_both_languages_or_the_target_alone_where_the_scheme_says() -> 
     assert (target.source_prefix, target.decoder_prompt) == ((zh,), (tokenizer.eos_id,))
     with pytest.raises(ConfigError, match="'ru'"):
         tags(tokenizer, "tgt", source="ru", target="zh")
-
-
-def test_language_tokens_are_written_by_scheme() -> None:
-    assert language_token("de", "underscores") == "__de__"
-    assert language_token("de", "angle") == "<2de>"
-
-
-def test_training_again_gives_the_same_bytes(
-    corpus: Artifact, trained: Artifact, tmp_path: Path
-) -> None:
-    again = train(corpus, tmp_path / "again", SMALL)
-    assert again.manifest.files == trained.manifest.files
-    other = train(corpus, tmp_path / "other", SMALL.model_copy(update={"sample_lines": 500}))
-    assert other.manifest.files != trained.manifest.files
 
 
 def test_statistics_count_what_was_drawn_and_covered(trained: Artifact) -> None:
@@ -325,9 +263,7 @@ def test_a_vocabulary_too_large_is_refused_with_the_largest_possible(
     assert not (tmp_path / "large").exists()
 
 
-def test_a_vocabulary_smaller_than_its_characters_is_refused(
-    corpus: Artifact, tmp_path: Path
-) -> None:
+def test_a_vocabulary_below_its_characters_is_refused(corpus: Artifact, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is too small"):
         train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=20))
 
@@ -363,12 +299,6 @@ def test_a_byte_tokenizer_is_its_description_alone(corpus: Artifact, tmp_path: P
     assert load_tokenizer(tmp_path / "copy").fingerprint == tokenizer.fingerprint
 
 
-def test_quotas_follow_the_temperature_where_every_language_has_enough() -> None:
-    totals = {"big": 1_000_000, "small": 10_000}
-    quotas = sample_quotas(totals, sampling_temperature=2, sample_lines=1100)
-    assert quotas == {"big": 1000, "small": 100}
-
-
 @given(
     st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10_000), min_size=1),
     st.floats(0.001, 50),
@@ -378,19 +308,16 @@ def test_quotas_fill_the_budget_and_exceed_no_language(
     totals: dict[str, int], sampling_temperature: float, sample_lines: int
 ) -> None:
     assume(any(totals.values()))
-    quotas = sample_quotas(
-        totals, sampling_temperature=sampling_temperature, sample_lines=sample_lines
-    )
+    settings = {"sampling_temperature": sampling_temperature}
+    quotas = sample_quotas(totals, sample_lines=sample_lines, **settings)
     assert all(0 <= quotas[code] <= totals[code] for code in quotas)
     available = min(sample_lines, sum(totals.values()))
     assert available - len(totals) <= sum(quotas.values()) <= available
     # Languages that still have lines share the rest in proportion to their probabilities.
     partial = [code for code in quotas if quotas[code] < totals[code]]
     for first, second in itertools.combinations(partial, 2):
-        shares = temperature_probabilities(
-            {first: totals[first], second: totals[second]},
-            sampling_temperature=sampling_temperature,
-        )
+        both = {code: totals[code] for code in (first, second)}
+        shares = temperature_probabilities(both, **settings)
         assert quotas[first] * shares[second] == pytest.approx(
             quotas[second] * shares[first], abs=1.001
         )
@@ -414,9 +341,7 @@ def test_every_subset_is_drawn_equally_often() -> None:
     assert all(abs(count - 1000) < 5 * 29 for count in counts.values())
 
 
-def test_a_smaller_sample_is_drawn_from_the_whole_corpus(
-    corpus: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_of_the_whole_corpus(corpus: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TokenizerConfig(sample_lines=200, sampling_temperature=1)
     sample = train_tokenizer.draw_sample(corpus, config=config)
     lines = list(sample)

@@ -1,23 +1,22 @@
 """Vocabularies: text comes back exactly, imported ids stay, and draws agree between processes."""
 
 import gzip
-import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
+from support.corpora import bytes_of
 from support.foreign_models import pieces_of
+from support.pieces import train_pieces
 from transformers import M2M100Tokenizer
 
 from pipeline.artifacts.tokenizer import (
     Numbering,
-    Tokenizer,
     TokenizerDescription,
     build_tokenizer,
     load_tokenizer,
@@ -44,50 +43,24 @@ ODD = [
     "\t\x01\x7f\u00a0\u00ad",
     "",
 ]
-LINES = [
-    "the cat sat on the mat",
-    "the dog sat on the cat",
-    "ein Hund und eine Katze",
-    "Привет мир",
-]
+LINES = ["the cat sat on the mat", "the dog sat on the cat", "ein Hund und eine Katze"]
+LINES += ["Привет мир"]
 
 
-def trained(lines: list[str], **options: Any) -> bytes:
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        normalization_rule_name="identity",
-        num_threads=1,
-        minloglevel=2,
-        hard_vocab_limit=False,
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        **options,
-    )
-    return model.getvalue()
+OWN = {"normalization_rule_name": "identity", "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+UNTOUCHED = dict.fromkeys(("split_by_unicode_script", "split_by_number"), False)
+UNTOUCHED |= dict.fromkeys(("add_dummy_prefix", "remove_extra_whitespaces"), False)
 
 
 @pytest.fixture(scope="module")
 def byte_level() -> ByteLevelVocabulary:
-    return ByteLevelVocabulary(
-        trained(
-            [BYTE_LINE, *(write_bytes(line) for line in LINES * 5)],
-            model_type="bpe",
-            vocab_size=300,
-            split_by_unicode_script=False,
-            split_by_number=False,
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-        )
-    )
+    lines = [BYTE_LINE, *(write_bytes(line) for line in LINES * 5)]
+    return ByteLevelVocabulary(train_pieces(lines, size=300, model_type="bpe", **OWN, **UNTOUCHED))
 
 
 @pytest.fixture(scope="module")
 def with_fallback() -> SentencePieceVocabulary:
-    model = trained(LINES * 5, model_type="bpe", vocab_size=320, byte_fallback=True)
+    model = train_pieces(LINES * 5, size=320, model_type="bpe", byte_fallback=True, **OWN)
     return SentencePieceVocabulary(model)
 
 
@@ -105,35 +78,23 @@ def assert_comes_back(vocabulary: Vocabulary, texts: list[str]) -> None:
         assert vocabulary.unk_id not in ids
 
 
-def test_every_script_comes_back_from_bytes_and_from_pieces_of_them(
-    byte_level: ByteLevelVocabulary,
+@pytest.mark.parametrize("texts", [bible_lines, lambda: ODD], ids=["every script", "odd"])
+def test_text_comes_back_from_bytes_and_from_pieces_of_them(
+    byte_level: ByteLevelVocabulary, texts: Callable[[], list[str]]
 ) -> None:
-    texts = bible_lines()
-    assert_comes_back(ByteVocabulary(), texts)
-    assert_comes_back(byte_level, texts)
-
-
-def test_odd_characters_and_spaces_come_back(byte_level: ByteLevelVocabulary) -> None:
-    assert_comes_back(ByteVocabulary(), ODD)
-    assert_comes_back(byte_level, ODD)
+    assert_comes_back(ByteVocabulary(), texts())
+    assert_comes_back(byte_level, texts())
 
 
 @given(st.text())
-def test_any_text_comes_back_from_pieces_of_bytes(
-    byte_level: ByteLevelVocabulary, text: str
-) -> None:
+def test_any_text_comes_back_from_byte_pieces(byte_level: ByteLevelVocabulary, text: str) -> None:
     assert_comes_back(byte_level, [text])
-
-
-def test_pieces_of_bytes_are_fewer_than_the_bytes(byte_level: ByteLevelVocabulary) -> None:
-    [ids] = byte_level.encode_batch([LINES[0]])
-    assert len(ids) < len(LINES[0].encode()) / 2
+    assert_comes_back(ByteVocabulary(), [text])
+    assert ByteVocabulary().encode_batch([text]) == [[byte + 4 for byte in text.encode()]]
 
 
 def test_bytes_are_ids_from_four_on_behind_the_specials() -> None:
     vocabulary = ByteVocabulary()
-    everything = "".join(map(chr, range(128)))
-    assert vocabulary.encode_batch([everything]) == [list(range(4, 132))]
     specials = (vocabulary.pad_id, vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id)
     assert (sorted(specials), vocabulary.size) == ([0, 1, 2, 3], 260)
 
@@ -169,15 +130,11 @@ def test_invalid_sequences_are_told_from_replacement_characters_that_are_text(
     assert byte_level.decode([index for index in single if index is not None]) == expected
 
 
-def test_characters_that_a_vocabulary_lacks_come_back_from_its_bytes(
-    with_fallback: SentencePieceVocabulary,
-) -> None:
+def test_lacking_characters_come_back_from_bytes(with_fallback: SentencePieceVocabulary) -> None:
     assert_comes_back(with_fallback, ["the \U0001f680 sat", "猫 on", "\ufffd"])
 
 
-def test_fallen_back_bytes_that_are_no_utf8_are_dropped_and_counted(
-    with_fallback: SentencePieceVocabulary,
-) -> None:
+def test_fallen_back_bytes_of_no_text_are_counted(with_fallback: SentencePieceVocabulary) -> None:
     [ids] = with_fallback.encode_batch(["cat 猫 dog"])
     pieces = [with_fallback.piece(index) for index in ids]
     cut = [index for index, piece in zip(ids, pieces, strict=True) if piece != "<0xAB>"]
@@ -187,38 +144,29 @@ def test_fallen_back_bytes_that_are_no_utf8_are_dropped_and_counted(
 
 
 def test_a_model_of_text_is_not_taken_for_one_of_bytes() -> None:
-    with pytest.raises(ArtifactError, match="pieces of text"):
-        ByteLevelVocabulary(trained(["abc abd"] * 9, vocab_size=20))
-    with pytest.raises(ArtifactError, match="pieces of text"):
-        ByteLevelVocabulary(trained(["猫 犬"] * 9, vocab_size=20))
+    for line in ("abc abd", "猫 犬"):
+        with pytest.raises(ArtifactError, match="pieces of text"):
+            ByteLevelVocabulary(train_pieces([line] * 9, size=20, **OWN))
 
 
-def test_pieces_of_bytes_are_spelled_as_text_where_they_are(
-    byte_level: ByteLevelVocabulary,
-) -> None:
+def test_pieces_of_bytes_are_spelled_as_text_if_they_are(byte_level: ByteLevelVocabulary) -> None:
     spelled = [byte_level.piece(index) for index in range(byte_level.size)]
     assert spelled[:4] == [None] * 4
     assert {"a", "▁", "▁the", "<0xD0>", "<0xFF>"} <= set(spelled)
     assert len(set(spelled[4:])) == len(spelled) - 4
+    [ids] = byte_level.encode_batch([LINES[0]])
+    assert len(ids) < len(LINES[0].encode()) / 2
 
 
 def test_a_tokenizer_counts_what_it_drops() -> None:
-    description = TokenizerDescription(
-        kind="bytes", languages=("de",), language_token_scheme="underscores"
-    )
-    tokenizer: Tokenizer = build_tokenizer(description, None)
+    tokenizer = build_tokenizer(bytes_of(("de",)), None)
     ids = [tokenizer.language_token_id("de"), *tokenizer.encode("é")[:1], *tokenizer.encode("b")]
     assert tokenizer.decode_counted(ids) == ("b", 1)
     assert tokenizer.decode(ids) == "b"
 
 
-NUMBERED_LINES = [
-    "Das ist ein Satz.",
-    "one sentence more",
-    "три слова здесь",
-    "the the the",
-    "Sätze über",
-]
+NUMBERED_LINES = ["Das ist ein Satz.", "one sentence more", "три слова здесь", "the the the"]
+NUMBERED_LINES += ["Sätze über"]
 LANGUAGES = ("de", "en", "ru")
 SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 SPARE = 8
@@ -227,16 +175,7 @@ SPARE = 8
 
 @pytest.fixture(scope="module")
 def model() -> bytes:
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(NUMBERED_LINES * 20),
-        model_writer=stream,
-        vocab_size=38,
-        pad_id=3,
-        character_coverage=1.0,
-        minloglevel=2,
-    )
-    return stream.getvalue()
+    return train_pieces(NUMBERED_LINES * 20, size=38, pad_id=3)
 
 
 @pytest.fixture(scope="module")
@@ -297,23 +236,12 @@ def test_ids_are_those_of_hugging_faces_tokenizer(
     assert unknown > 0
 
 
-def test_ids_that_nothing_has_mean_nothing(
-    model: bytes, vocabulary: dict[str, int], peer: Any
-) -> None:
+def test_ids_of_nothing_mean_nothing(model: bytes, vocabulary: dict[str, int], peer: Any) -> None:
     tokenizer = build_tokenizer(description(model, vocabulary, peer), model)
     spare = range(tokenizer.size - SPARE, tokenizer.size)
     assert tokenizer.decode(spare) == ""
     assert all(tokenizer.language_of_token(index) is None for index in spare)
     assert tokenizer.language_of_token(peer.get_lang_id("ru")) == "ru"
-
-
-def test_a_tokenizer_without_numbering_is_written_as_before(model: bytes, tmp_path: Path) -> None:
-    plain = TokenizerDescription(
-        kind="sentencepiece", languages=LANGUAGES, language_token_scheme="underscores"
-    )
-    write_tokenizer(tmp_path, description=plain, model=model)
-    document = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
-    assert set(document) == {"kind", "languages", "language_token_scheme"}
 
 
 @pytest.mark.parametrize(

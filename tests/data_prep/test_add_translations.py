@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from sacrebleu.metrics.chrf import CHRF
-from support.corpora import Texts, make_corpus
+from support.corpora import Texts, make_corpus, writing
 from support.plain_rules import plain_visible
 from support.stage_runs import run_stage
 
@@ -20,7 +20,6 @@ from data_prep.settings import MixtureConfig, SyntheticConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
-    Direction,
     emptied_pairs,
     languages,
     line_counts,
@@ -67,13 +66,8 @@ def translated_text(
 ) -> Artifact:
     """The output of translate_text: target → file → lines with their translations."""
     record = InputRecord(kind="checkpoint", path="/model", digest="ab" * 32)
-    with new_artifact(
-        directory,
-        kind="translated_text",
-        stage="translate_text",
-        config={},
-        inputs={"checkpoint": record},
-    ) as writer:
+    given: Any = {"inputs": {"checkpoint": record}}
+    with new_artifact(directory, kind="translated_text", stage="x", config={}, **given) as writer:
         for target, files in texts.items():
             for name, lines in files.items():
                 written = {
@@ -122,9 +116,6 @@ def provenance(corpus: Artifact, pair: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Artifact:
     return make_corpus(tmp_path / "corpus", NATURAL)
-
-
-# ---------------------------------------------------------------- pairing
 
 
 @pytest.mark.parametrize("use", ["back_translation", "distillation"])
@@ -210,12 +201,14 @@ TRANSLATED = {
 }
 
 
-def test_no_line_of_a_held_out_set_is_left_after_cleaning_on_either_side(
-    corpus: Artifact, tmp_path: Path
-) -> None:
-    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
+@pytest.fixture
+def augmented(corpus: Artifact, tmp_path: Path) -> Artifact:
+    return added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
+
+
+def test_cleaning_leaves_no_held_out_line_on_any_side(augmented: Artifact, tmp_path: Path) -> None:
     settings = {"max_length_ratio": 9}
-    cleaned = run_stage("clean", tmp_path / "clean", {"corpus": made}, clean=settings)
+    cleaned = run_stage("clean", tmp_path / "clean", {"corpus": augmented}, clean=settings)
     assert read_lines(cleaned, "train", "de+back-en", "en") == ["a lake", "a road"]
     assert read_lines(cleaned, "train", "de+back-en", "de+back") == ["ein See", "eine Straße"]
     dropped = cleaned.statistics["dropped"]["de+back-en"]
@@ -259,9 +252,7 @@ def test_cleaning_keeps_the_origin_of_every_line_that_it_keeps(
 
 def with_provenance(corpus: Artifact, directory: Path, texts: Mapping[str, str]) -> Artifact:
     """A corpus with other origins: pair → text of their file."""
-    with new_artifact(
-        directory, kind="corpus", stage="add_translations", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "corpus", "add_translations") as writer:
         for name in corpus.names():
             if not name.startswith("provenance/"):
                 writer.take_over(name, corpus)
@@ -271,13 +262,12 @@ def with_provenance(corpus: Artifact, directory: Path, texts: Mapping[str, str])
     return open_artifact(directory, kind="corpus")
 
 
-def test_text_without_origins_is_cleaned_as_before(corpus: Artifact, tmp_path: Path) -> None:
+def test_text_of_no_origin_is_clean(augmented: Artifact, corpus: Artifact, tmp_path: Path) -> None:
     """Natural pairs, and pairs that an earlier version made."""
-    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
-    old = with_provenance(made, tmp_path / "old", {})
+    old = with_provenance(augmented, tmp_path / "old", {})
     cleaned = [
         run_stage("clean", tmp_path / f"clean-{one.directory.name}", {"corpus": one})
-        for one in (made, old, corpus)
+        for one in (augmented, old, corpus)
     ]
     files = [
         {name: record for name, record in one.manifest.files.items() if "provenance" not in name}
@@ -289,9 +279,8 @@ def test_text_without_origins_is_cleaned_as_before(corpus: Artifact, tmp_path: P
     assert cleaned[2].names("provenance/") == []
 
 
-def test_origins_of_another_number_of_lines_are_refused(corpus: Artifact, tmp_path: Path) -> None:
-    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
-    cut = with_provenance(made, tmp_path / "cut", {"de+back-en": "{}\n"})
+def test_origins_of_other_numbers_of_lines_are_refused(augmented: Artifact, tmp_path: Path) -> None:
+    cut = with_provenance(augmented, tmp_path / "cut", {"de+back-en": "{}\n"})
     with pytest.raises(ArtifactError, match=r"de\+back-en\.jsonl differ in their number of lines"):
         run_stage("clean", tmp_path / "clean", {"corpus": cut})
 
@@ -301,9 +290,7 @@ GERMAN = "Die Minister beider Länder trafen sich in der Hauptstadt, um über di
 
 
 @pytest.mark.parametrize("use", ["back_translation", "distillation"])
-def test_a_side_that_a_machine_wrote_in_another_language_is_dropped(
-    corpus: Artifact, tmp_path: Path, use: str
-) -> None:
+def test_a_side_in_another_language_is_dropped(corpus: Artifact, tmp_path: Path, use: str) -> None:
     """The side counts as its language, whatever its mark."""
     lines = [
         (ENGLISH, translation(GERMAN)),
@@ -313,12 +300,8 @@ def test_a_side_that_a_machine_wrote_in_another_language_is_dropped(
     ]
     text = translated_text(tmp_path / "text", {"de": {"a.txt": lines}})
     made = added(corpus, tmp_path / "out", use=use, moe=text)
-    cleaned = run_stage(
-        "clean",
-        tmp_path / "clean",
-        {"corpus": made},
-        clean={"identify_languages": "langdetect"},
-    )
+    settings = {"identify_languages": "langdetect"}
+    cleaned = run_stage("clean", tmp_path / "clean", {"corpus": made}, clean=settings)
     (pair,) = (name for name in line_counts(cleaned, "train") if "+" in name)
     machine = next(side for side in pair.split("-") if "+" in side)
     assert read_lines(cleaned, "train", pair, "en") == [ENGLISH, "Short one"]
@@ -327,9 +310,6 @@ def test_a_side_that_a_machine_wrote_in_another_language_is_dropped(
     sides = cleaned.statistics["dropped_sides"][pair]["wrong_language"]
     assert sides == {machine: 1, "en": 1}
     assert len(provenance(cleaned, pair)) == 2
-
-
-# ---------------------------------------------------------------- round trips
 
 
 def with_backs(
@@ -400,18 +380,13 @@ def test_lines_that_do_not_survive_the_round_trip_are_left_out_by_sacrebleus_sco
     assert set(made.statistics["back"]) == {"moe@de", "moe@nl"}
 
 
-def test_a_round_trip_that_is_not_that_of_the_translations_is_refused(
-    corpus: Artifact, tmp_path: Path
-) -> None:
+def test_a_round_trip_of_other_translations_is_refused(corpus: Artifact, tmp_path: Path) -> None:
     text = translated_text(tmp_path / "text", TRANSLATED)
     back = with_backs(tmp_path, TRANSLATED, seed=1)["de"]
     changed = {"de": {"a.txt": [*TRANSLATED["de"]["a.txt"][1:], ("x", translation("y"))]}}
     shorter = {"de": {"a.txt": TRANSLATED["de"]["a.txt"][1:]}}
     refused: list[tuple[dict[str, Artifact], str]] = [
-        (
-            {},
-            r"en-de of moe need one round trip, and --back names none\..*moe@de",
-        ),
+        ({}, r"en-de of moe need one round trip, and --back names none\..*moe@de"),
         ({"moe": back, "moe@de": back}, r"names several \(moe, moe@de\)"),
         ({"moe": back, "moe@2": back}, r"names moe@2, and no system of that name"),
         ({"moe": back, "web": back}, r"names web, and no system of that name has tr.* are moe\."),
@@ -431,14 +406,9 @@ def test_a_round_trip_that_is_not_that_of_the_translations_is_refused(
         SyntheticConfig(min_round_trip=101)
 
 
-# ---------------------------------------------------------------- refusals
-
-
 def test_what_cannot_be_paired_is_refused_in_one_sentence(corpus: Artifact, tmp_path: Path) -> None:
     old = translated_text(tmp_path / "old", TRANSLATED, with_source=False)
-    with pytest.raises(
-        ArtifactError, match=r"without the lines that they translate. Run translate"
-    ):
+    with pytest.raises(ArtifactError, match=r"without the lines that they translate. Run trans"):
         added(corpus, tmp_path / "out", moe=old)
     text = translated_text(tmp_path / "text", TRANSLATED)
     with pytest.raises(DataError, match=r"of moe is kept \(left out: below min_score 6\)\. Lower"):
@@ -449,9 +419,8 @@ def test_what_cannot_be_paired_is_refused_in_one_sentence(corpus: Artifact, tmp_
     made = added(corpus, tmp_path / "once", moe=text)
     assert emptied_pairs(made) == {"en-nl+back"}
     before = {name: made.file(name).read_bytes() for name in made.names()}
-    with pytest.raises(
-        DataError, match=r"has translations already \(de\+back-en, en-nl\+back\)\. Add all"
-    ):
+    said = r"has translations already \(de\+back-en, en-nl\+back\)\. Add all"
+    with pytest.raises(DataError, match=said):
         added(made, tmp_path / "twice", moe=text)
     assert {name: made.file(name).read_bytes() for name in made.names()} == before
     assert not (tmp_path / "out").exists()
@@ -469,27 +438,13 @@ def test_the_corpus_cannot_be_its_own_output(
         out.check()
 
 
-# ---------------------------------------------------------------- shards
-
-
-def prepared(
-    corpus: Artifact, folder: Path, *, kind: str = "bytes", segmenters: Mapping[str, str] = {}
-) -> Artifact:
+def prepared(corpus: Artifact, folder: Path, *, segmenters: Mapping[str, str] = {}) -> Artifact:
     """Shards of a corpus."""
-    tokenizer = {"kind": kind, "vocabulary_size": 300, "segmenters": segmenters}
-    made = run_stage(
-        "train_tokenizer",
-        folder / "tokenizer",
-        {"corpus": corpus},
-        tokenizer=tokenizer,
-    )
-    return run_stage(
-        "make_shards",
-        folder / "shards",
-        {"corpus": corpus, "tokenizer": made},
-        tokenizer=tokenizer,
-        shards={"max_tokens": 40},
-    )
+    tokenizer = {"kind": "bytes", "segmenters": segmenters}
+    sections: Any = {"tokenizer": tokenizer, "shards": {"max_tokens": 40}}
+    made = run_stage("train_tokenizer", folder / "tokenizer", {"corpus": corpus}, **sections)
+    inputs = {"corpus": corpus, "tokenizer": made}
+    return run_stage("make_shards", folder / "shards", inputs, **sections)
 
 
 @pytest.mark.parametrize("use", ["back_translation", "distillation"])
@@ -509,10 +464,7 @@ def test_a_translation_is_trained_on_in_one_direction_behind_one_tag_as_a_source
     tokenizer = data.tokenizer
     assert tokenizer.languages == ("de", "en", "fr")
     data.check(max_positions=64)
-    assert {way for way, _ in data.validation(budget=60)} == {
-        Direction("de", "en"),
-        Direction("en", "de"),
-    }
+    assert {str(way) for way, _ in data.validation(budget=60)} == {"de-en", "en-de"}
     is_source = use == "back_translation"
     lines = {(line, about["text"]) for line, about in TRANSLATED["de"]["a.txt"]}
     expected = {(other, line) if is_source else (line, other) for line, other in lines}
@@ -560,22 +512,16 @@ def test_the_tag_is_one_token_of_every_vocabulary_that_text_never_encodes_to(
     words = [f"{one}{other}" * 3 for one in alphabet for other in alphabet]
     train = {**NATURAL["train"], "de-en": {"de": words, "en": words[::-1]}}
     old = make_corpus(tmp_path / "old", {"train": train})
-    size = {"sentencepiece": 60, "byte_bpe": 300}.get(kind, 300)
-    tokenizer = run_stage(
-        "train_tokenizer",
-        tmp_path / "tokenizer",
-        {"corpus": old},
-        tokenizer={"kind": kind, "vocabulary_size": size},
-    )
+    sections: Any = {
+        "tokenizer": {"kind": kind, "vocabulary_size": 60 if kind == "sentencepiece" else 300},
+        "shards": {"max_tokens": 60},
+    }
+    tokenizer = run_stage("train_tokenizer", tmp_path / "tokenizer", {"corpus": old}, **sections)
     given = [("<s> a road", translation("<s> eine straße"))]
     text = translated_text(tmp_path / "text", {"de": {"a.txt": given}})
     made = added(corpus, tmp_path / "out", moe=text)
-    shards = run_stage(
-        "make_shards",
-        tmp_path / "shards",
-        {"corpus": made, "tokenizer": tokenizer},
-        shards={"max_tokens": 60},
-    )
+    inputs = {"corpus": made, "tokenizer": tokenizer}
+    shards = run_stage("make_shards", tmp_path / "shards", inputs, **sections)
     own = load_tokenizer(shards.directory / "tokenizer")
     machine, human = (open_shard(shards, "train", "de+back-en", side) for side in ("de+back", "en"))
     assert len(machine) == 1
@@ -585,37 +531,26 @@ def test_the_tag_is_one_token_of_every_vocabulary_that_text_never_encodes_to(
     assert machine[0][1:].tolist() != []
 
 
-def test_the_words_of_a_tagged_source_begin_one_token_later(
-    corpus: Artifact, tmp_path: Path
-) -> None:
-    text = translated_text(tmp_path / "text", TRANSLATED)
-    made = added(corpus, tmp_path / "out", moe=text)
+def test_words_of_a_tagged_source_begin_a_token_later(augmented: Artifact, tmp_path: Path) -> None:
     segmenters = {"de": "characters"}
-    shards = prepared(made, tmp_path, segmenters=segmenters)
+    shards = prepared(augmented, tmp_path, segmenters=segmenters)
     tokenizer = load_tokenizer(shards.directory / "tokenizer")
     shard = open_shard(shards, "train", "de+back-en", "de+back", has_begins=True)
     assert shard.begins is not None
-    lines = read_lines(made, "train", "de+back-en", "de+back")
+    lines = read_lines(augmented, "train", "de+back-en", "de+back")
     expected = Segmenters(tokenizer, segmenters).begins("de", lines)
     assert shard.begins.tolist() == [
         int(flag) for of_line in expected for flag in (False, *of_line.tolist())
     ]
 
 
-def test_machine_written_lines_count_for_no_language(corpus: Artifact, tmp_path: Path) -> None:
-    text = translated_text(tmp_path / "text", TRANSLATED)
-    made = added(corpus, tmp_path / "out", moe=text)
-    assert lines_per_language(made) == {"de": 4, "en": 4 + 2 + 6, "fr": 2}
-
-
-# ---------------------------------------------------------------- mixture
+def test_machine_written_lines_count_for_no_language(augmented: Artifact) -> None:
+    assert lines_per_language(augmented) == {"de": 4, "en": 4 + 2 + 6, "fr": 2}
 
 
 def mixed(folder: Path, tokens: Mapping[str, Mapping[str, int]], **settings: Any) -> Artifact:
     """A mixture of pairs with ten training lines each, and 100 where the pair is synthetic."""
-    with new_artifact(
-        folder / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as writer:
+    with writing(folder / "shards", "shards", "make_shards") as writer:
         writer.statistics["pairs"] = {pair: {"train": 10 + 90 * ("+" in pair)} for pair in tokens}
         writer.statistics["tokens"] = tokens
     shards = open_artifact(folder / "shards", kind="shards")
@@ -632,9 +567,7 @@ TOKENS = {
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("over", ["pairs", "directions"])
-def test_the_share_of_synthetic_pairs_is_as_set_and_within_it_by_size(
-    tmp_path: Path, share: float, over: str
-) -> None:
+def test_synthetic_pairs_have_their_share_by_size(tmp_path: Path, share: float, over: str) -> None:
     settings: Any = {"synthetic_share": share, "sampling_over": over, "sampling_temperature": 2.0}
     (phase,) = read_mixture(mixed(tmp_path, TOKENS, **settings)).phases
     found = phase.probabilities
@@ -646,9 +579,7 @@ def test_the_share_of_synthetic_pairs_is_as_set_and_within_it_by_size(
     assert math.fsum(found.values()) == pytest.approx(1)
 
 
-def test_without_a_share_synthetic_pairs_are_drawn_by_size_in_their_direction(
-    tmp_path: Path,
-) -> None:
+def test_without_a_share_synthetic_pairs_are_drawn_by_size_one_way(tmp_path: Path) -> None:
     tokens = {**TOKENS, "en-ru+back": {"en": 9, "ru+back": 9}}
     made = mixed(tmp_path, tokens, sampling_temperature=1.0)
     (phase,) = read_mixture(made).phases

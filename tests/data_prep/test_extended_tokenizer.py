@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import Texts, make_corpus
+from support.corpora import Texts, make_corpus, writing
 from support.foreign_models import LINES, pieces_of, sentencepiece_model
 from support.stage_runs import run_stage
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_tokenizer_files
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered
 from pipeline.errors import ConfigError
@@ -46,9 +46,7 @@ def base_of(folder: Path, *, model_type: str = "bpe", lacking: str = "") -> Arti
 
 
 def tokenizer_artifact(folder: Path, files: TokenizerFiles) -> Artifact:
-    with new_artifact(
-        folder, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
+    with writing(folder, "tokenizer", "train_tokenizer") as writer:
         files.write(writer.directory)
     return open_artifact(folder, kind="tokenizer")
 
@@ -63,16 +61,13 @@ def extend(base: Artifact, folder: Path, *, texts: Texts = TEXTS, **settings: An
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_new_text_gets_pieces_of_its_own_and_no_old_id_changes(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_new_text_gets_pieces_and_no_old_id_changes(model_type: str, tmp_path: Path) -> None:
     base = base_of(tmp_path, model_type=model_type)
     made = extend(base, tmp_path)
     old, new = load_tokenizer(base.directory), load_tokenizer(made.directory)
     assert set(new.languages) == {"chr", "de", "en"}
-    assert [new.piece(index) for index in range(old.size)] == [
-        old.piece(index) for index in range(old.size)
-    ]
+    kept, before = ([one.piece(index) for index in range(old.size)] for one in (new, old))
+    assert kept == before
     for code in old.languages:
         assert new.language_token_id(code) == old.language_token_id(code)
     for line in LINES:
@@ -81,24 +76,15 @@ def test_new_text_gets_pieces_of_its_own_and_no_old_id_changes(
     assert new.unk_id not in new.encode(CHEROKEE[0])
     assert len(new.encode(CHEROKEE[0])) < len(CHEROKEE[0]) / 2, "pieces are longer than letters"
     assert new.decode(new.encode(CHEROKEE[0])) == CHEROKEE[0]
-    assert (
-        f"added {new.size - old.size - 1} pieces and 1 language token (chr)"
-        in (made.manifest.summary[0])
-    )
-
-
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_pieces_that_exist_are_not_added_again_and_letters_are_normalized_first(
-    model_type: str, tmp_path: Path
-) -> None:
-    made = extend(base_of(tmp_path, model_type=model_type), tmp_path)
+    added = f"added {new.size - old.size - 1} pieces and 1 language token (chr)"
+    assert added in made.manifest.summary[0]
+    # Pieces that exist are not added again, and letters are normalized first.
     files = read_tokenizer_files(made.directory)
     assert files.model is not None
     pieces = pieces_of(files.model)
     assert len(set(pieces)) == len(pieces)
     assert not any("ﬁ" in piece for piece in pieces)
-    tokenizer = files.build()
-    assert tokenizer.decode(tokenizer.encode("ﬁ")) == "fi"
+    assert new.decode(new.encode("ﬁ")) == "fi"
 
 
 def test_a_piece_that_the_model_had_no_id_for_gets_one(tmp_path: Path) -> None:
@@ -132,9 +118,7 @@ def test_new_pieces_of_bpe_join_what_the_base_splits(tmp_path: Path) -> None:
         ({"vocabulary_size": 5000}, "vocabulary_size = 5000 is too large for the sample"),
     ],
 )
-def test_what_cannot_be_extended_is_refused(
-    change: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         extend(base_of(tmp_path, model_type="unigram"), tmp_path, **change)
 

@@ -1,49 +1,29 @@
 """Stages over the ranks of a launcher make what one process makes."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.corpora import Texts, make_corpus
+from support.corpora import bytes_of, make_corpus, writing
 from support.small_plans import write_tree
 
 from pipeline import cli
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.manifest import Kind, run_dir
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.tokenizer import write_tokenizer
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.registry import STAGES
 
-TEXTS: Texts = {
-    "train": {
-        pair: {code: [f"{code} {number}" for number in range(50)] for code in pair.split("-")}
-        for pair in ("de-en", "en-ru", "de-ru")
-    }
-}
-
 
 def tokenizer(directory: Path, *, languages: tuple[str, ...]) -> None:
-    description = TokenizerDescription(
-        kind="bytes", languages=languages, language_token_scheme="underscores"
-    )
-    with new_artifact(
-        directory, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
-        write_tokenizer(writer.directory, description=description, model=None)
-
-
-def inputs(directory: Path) -> list[str]:
-    make_corpus(directory / "corpus", TEXTS)
-    tokenizer(directory / "tokenizer", languages=("de", "en", "ru"))
-    (directory / "recipe.toml").write_text("[shards]\nmax_tokens = 5\n")
-    names = {"corpus": "corpus", "tokenizer": "tokenizer", "recipe": "recipe.toml"}
-    return [part for name, place in names.items() for part in (f"--{name}", str(directory / place))]
+    with writing(directory, "tokenizer", "train_tokenizer") as writer:
+        write_tokenizer(writer.directory, description=bytes_of(languages), model=None)
 
 
 def what_ranks_lack() -> str | None:
@@ -72,25 +52,24 @@ def compared(artifact: Artifact) -> dict[str, str]:
     return {name: str(record) for name, record in files if not name.startswith("report.")}
 
 
-@dataclass(frozen=True)
-class Step:
-    """A stage, and its inputs: option → folder of an earlier stage."""
-
-    module: str
-    kind: Kind
-    inputs: dict[str, str]
+END = "=== end of a stage ==="
+ALL_STAGES = f"""
+import json, sys
+from pipeline import cli
+for command in json.loads(sys.argv[1]) if __name__ == "__main__" else ():
+    if code := cli.main(command):
+        sys.exit(code)
+    print({END!r})
+"""
 
 
 STEPS = {
-    "import_corpus": Step("data_prep.import_corpus", "corpus", {"raw": "raw"}),
-    "clean": Step("data_prep.clean", "corpus", {"corpus": "import_corpus"}),
-    "make_shards": Step(
-        "data_prep.make_shards", "shards", {"corpus": "clean", "tokenizer": "tokenizer"}
-    ),
-    "evaluate": Step(
-        "pipeline.stages.evaluate", "evaluation", {"corpus": "clean", "systems": "near=near"}
-    ),
+    "import_corpus": {"raw": "raw"},
+    "clean": {"corpus": "import_corpus"},
+    "make_shards": {"corpus": "clean", "tokenizer": "tokenizer"},
+    "evaluate": {"corpus": "clean", "systems": "near=near"},
 }
+"""Stage → its inputs: option → folder of an earlier stage."""
 
 
 @pytest.mark.slow
@@ -103,22 +82,25 @@ def test_ranks_make_what_one_process_makes(tmp_path: Path, monkeypatch: pytest.M
         "[shards]\nmax_tokens = 50\n[evaluation]\nlanguage_accuracy = false\n"
     )
     tokenizer(tmp_path / "tokenizer", languages=("de", "el", "en", "ru"))
-    for stage, step in STEPS.items():
+    commands = []
+    for stage, inputs in STEPS.items():
         if stage == "evaluate":
             corpus = open_artifact(Path("clean"), kind="corpus")
             retrieve_all(Path("near"), corpus, training=corpus)
         options = ["--recipe", "recipe.toml"] if STAGES[stage].sections else []
-        for name, place in step.inputs.items():
-            options += [f"--{name}", place]
+        options += [part for name, place in inputs.items() for part in (f"--{name}", place)]
         assert cli.main([stage, *options, "--out", stage]) == 0
-        by_ranks = Path(f"{stage}_ranks")
-        ended = run_ranks(["-m", step.module, "--mpi", *options, "--out", str(by_ranks)])
-        assert ended.returncode == 0, ended.stderr
-        one, other = (open_artifact(place, kind=step.kind) for place in (Path(stage), by_ranks))
+        commands.append([stage, "--mpi", *options, "--out", f"{stage}_ranks"])
+    Path("all.py").write_text(ALL_STAGES)
+    ended = run_ranks(["all.py", json.dumps(commands)])
+    assert ended.returncode == 0, ended.stderr
+    for stage, said in zip(STEPS, ended.stdout.split(END), strict=False):
+        by_ranks, kind = Path(f"{stage}_ranks"), STAGES[stage].makes
+        one, other = (open_artifact(place, kind=kind) for place in (Path(stage), by_ranks))
         assert compared(one) == compared(other)
         assert one.manifest.summary == other.manifest.summary
         assert one.statistics == other.statistics
-        assert all(ended.stdout.count(line) == 1 for line in other.manifest.summary)
+        assert all(said.count(line) == 1 for line in other.manifest.summary)
         assert not run_dir(by_ranks).exists()
 
 
@@ -144,9 +126,11 @@ def test_ranks_that_no_launcher_started_are_refused_with_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert cli.main(["make_shards", *inputs(tmp_path), "--mpi", "--out", str(out)]) == (
-        EXIT_USER_ERROR
-    )
+    pairs = {f"{code}-en": {code: ["eins"], "en": ["one"]} for code in ("da", "de")}
+    corpus = make_corpus(tmp_path / "corpus", {"train": pairs})
+    (tmp_path / "recipe.toml").touch()
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--corpus", str(corpus.directory)]
+    assert cli.main(["clean", *options, "--mpi", "--out", str(out)]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert "Start mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi" in said
     assert not out.exists()

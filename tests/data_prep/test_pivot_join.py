@@ -44,11 +44,7 @@ def pivoted(folder: Path, name: str, lines: Lines) -> PivotedText:
 @pytest.mark.parametrize("part", [2**19, 40])
 @pytest.mark.parametrize(("lines", "pivots"), [((0, 9), 5), ((60, 90), 8), ((300, 200), 10**6)])
 def test_joined_lines_are_those_of_a_brute_force_join(
-    lines: tuple[int, int],
-    pivots: int,
-    part: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    lines: tuple[int, int], pivots: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair_rules, "PART", part)
     generator = random.Random(1)
@@ -108,15 +104,12 @@ def cleaned(
 
 
 def joined_text(made: Artifact) -> Lines:
-    return list(
-        zip(*(read_lines(made, "train", "de-fr", code) for code in ("de", "fr")), strict=True)
-    )
+    sides = (read_lines(made, "train", "de-fr", code) for code in ("de", "fr"))
+    return list(zip(*sides, strict=True))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_joined_pair_is_cleaned_and_never_crosses_a_held_out_line(
-    processes: int, tmp_path: Path
-) -> None:
+def test_a_joined_pair_is_cleaned_without_held_out_lines(processes: int, tmp_path: Path) -> None:
     made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["fr-de"], processes=processes)
     # "exam" is a test line of el-en, "Klausur" one of de-fr; "OK" is a copy.
     expected = [("Haus", "maison"), ("Baum", "arbre"), ("Straße", "rue"), ("Weg", "route")]
@@ -136,27 +129,20 @@ def test_other_pairs_are_those_of_a_corpus_without_joined_pairs(tmp_path: Path) 
     made, plain = cleaned(raw, tmp_path / "made", ["de-fr"]), cleaned(raw, tmp_path / "plain", ())
     for name in plain.names("train/"):
         assert made.file(name).read_bytes() == plain.file(name).read_bytes(), name
-    assert {*made.names("train/")} - {*plain.names("train/")} == {
-        "train/de-fr/de.txt",
-        "train/de-fr/fr.txt",
-    }
+    more = {*made.names("train/")} - {*plain.names("train/")}
+    assert more == {"train/de-fr/de.txt", "train/de-fr/fr.txt"}
     assert "joined" not in plain.statistics
 
 
-def test_a_report_tells_joined_directions_from_zero_shot_ones_and_keeps_its_pivot(
-    tmp_path: Path,
-) -> None:
+def test_a_report_tells_joined_from_zero_shot_directions_and_its_pivot(tmp_path: Path) -> None:
     made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["de-fr"])
     again = cleaned(made, tmp_path / "again", ())
     for training in (made, again):
         profiles = describe_directions(training, thresholds=(3, 9))
         assert {str(one.direction): one.family for one in profiles} == {
-            "de-fr": "pivot_joined",
-            "fr-de": "pivot_joined",
-            "el-en": "into_pivot",
-            "en-el": "out_of_pivot",
-            "el-fr": "zero_shot",
-            "fr-el": "zero_shot",
+            **dict.fromkeys(("de-fr", "fr-de"), "pivot_joined"),
+            **{"el-en": "into_pivot", "en-el": "out_of_pivot"},
+            **dict.fromkeys(("el-fr", "fr-el"), "zero_shot"),
         }
 
 
@@ -177,9 +163,7 @@ def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
         ("de-el", "names de-el, which has training lines of its own"),
     ],
 )
-def test_a_pair_that_cannot_be_joined_is_refused_by_name(
-    pair: str, said: str, tmp_path: Path
-) -> None:
+def test_a_pair_that_cannot_be_joined_is_named(pair: str, said: str, tmp_path: Path) -> None:
     raw = corpus(tmp_path / "raw", {**TRAIN, "de-el": [("Baum", "δέντρο")]})
     with pytest.raises(DataError, match=said):
         cleaned(raw, tmp_path / "made", [pair])
@@ -194,7 +178,7 @@ def test_a_pair_that_cannot_be_joined_is_refused_by_name(
         ({"joined_pairs": ["de-fr"], "drop_held_out_overlap": False}, "across a held-out line"),
     ],
 )
-def test_settings_that_could_join_no_pair_or_held_out_lines_are_refused(
+def test_settings_that_could_join_held_out_lines_or_none_are_refused(
     settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValidationError, match=said):

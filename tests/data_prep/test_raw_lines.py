@@ -53,20 +53,15 @@ def test_a_line_beyond_the_limit_is_quarantined_with_its_counterpart(tmp_path: P
     assert records == [{"file": "train.de", "line": 2, "reason": "too_long"}]
     assert (counts.read, counts.kept, counts.quarantined) == (3, 2, 1)
     assert [dict(side) for side in counts.no_text] == [{"too_long": 1}, {}]
-
-
-def test_a_character_cut_by_the_limit_is_too_long_and_not_invalid(tmp_path: Path) -> None:
-    _, counts, records = read(tmp_path, ("äöü\n".encode(), b"a\n"), max_line_bytes=4)
+    # A character that the limit cuts is not taken for invalid.
+    _, _, records = read(tmp_path, ("äöü\n".encode(), b"a\n"), max_line_bytes=4)
     assert records[0]["reason"] == "too_long"
-    assert counts.no_text[0] == {"too_long": 1}
 
 
 def test_both_sides_of_a_bad_pair_are_listed_and_the_pair_counted_once(tmp_path: Path) -> None:
     _, counts, records = read(tmp_path, (b"\xff\na\n", b"\0\nb\n"), max_line_bytes=10)
-    assert [(record["file"], record["reason"]) for record in records] == [
-        ("train.de", "invalid_utf8"),
-        ("train.en", "nul"),
-    ]
+    listed = {record["file"]: record["reason"] for record in records}
+    assert (len(records), listed) == (2, {"train.de": "invalid_utf8", "train.en": "nul"})
     assert (counts.kept, counts.quarantined) == (1, 1)
 
 
@@ -148,9 +143,7 @@ def test_a_sample_does_not_depend_on_how_lines_are_offered(counts: list[int]) ->
         (("chr", "en"), CHEROKEE, ENGLISH),
     ],
 )
-def test_exchanged_files_are_told_from_those_in_order(
-    codes: tuple[str, str], first: str, second: str
-) -> None:
+def test_exchanged_files_are_recognized(codes: tuple[str, str], first: str, second: str) -> None:
     assert not are_swapped(sample_of(first, second), codes)
     assert are_swapped(sample_of(second, first), codes)
 
@@ -167,9 +160,7 @@ def test_exchanged_files_are_told_from_those_in_order(
         (("en", "srp_Latn"), ENGLISH, "Deca se igraju u vrtu iza kuće i smeju se."),
     ],
 )
-def test_what_cannot_be_told_is_not_called_exchanged(
-    codes: tuple[str, str], first: str, second: str
-) -> None:
+def test_what_cannot_be_told_is_in_order(codes: tuple[str, str], first: str, second: str) -> None:
     assert not are_swapped(sample_of(first, second), codes)
 
 
@@ -196,9 +187,6 @@ def test_no_real_pair_is_taken_for_exchanged_and_each_exchanged_one_is_found() -
         assert are_swapped(sample, (second, first)), (second, first)
 
 
-# Codes and scripts
-
-
 def warning(text: str, *spellings: str) -> str | None:
     return code_warning(count_scripts(text * 3), spellings)
 
@@ -220,13 +208,10 @@ def test_a_code_whose_text_is_in_its_script_gives_no_warning(text: str, spelling
     assert spelling == "xyz" or warning(text, spelling) is None
 
 
-def test_an_unknown_code_near_a_known_one_of_its_script_asks_what_was_meant() -> None:
+def test_an_unknown_code_or_one_with_text_of_another_script_asks_what_was_meant() -> None:
     found = warning(RUSSIAN, "rux")
     assert found == "rux is the code of no known language (meant: ru, rue?)"
     assert warning(CHEROKEE, "xyz") == "xyz is the code of no known language"
-
-
-def test_a_known_code_with_text_of_another_script_is_named_with_both() -> None:
     found = warning(RUSSIAN, "de")
     assert found is not None
     assert found.startswith("de has Cyrl text, usual is Latn (meant: be")

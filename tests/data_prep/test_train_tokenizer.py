@@ -1,6 +1,5 @@
 """The kinds of vocabularies that the stage trains, and the memory that its sample may take."""
 
-import io
 import itertools
 import os
 import random
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor
 from support.corpora import Texts, make_corpus
+from support.pieces import train_pieces
 from support.stage_runs import run_stage
 
 from data_prep import train_tokenizer
@@ -72,12 +72,7 @@ def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
     ],
 )
 def test_a_vocabulary_of_mostly_single_characters_is_said_with_settings_that_help(
-    tmp_path: Path,
-    signs: int,
-    size: int,
-    setting: str,
-    further: dict[str, Any],
-    advised: set[str] | None,
+    tmp_path: Path, signs: int, size: int, setting: str, further: Any, advised: set[str] | None
 ) -> None:
     every = [chr(0x4E00 + index) for index in range(signs)]
     words = [a + b for a, b in itertools.product(every[:40], every[40:60])] + every
@@ -103,9 +98,7 @@ def test_a_vocabulary_of_mostly_single_characters_is_said_with_settings_that_hel
         assert (name in warnings[0]) == (name in (advised or ()))
 
 
-def test_the_characters_of_the_sample_are_counted_as_the_vocabulary_writes_them(
-    tmp_path: Path,
-) -> None:
+def test_characters_of_the_sample_are_counted_as_the_vocabulary_writes_them(tmp_path: Path) -> None:
     lines = [unicodedata.normalize("NFD", line) for line in lines_of("de", 100)]
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-zh": {"de": lines, "zh": lines}}})
     made = train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=60))
@@ -119,9 +112,7 @@ def test_fewer_characters_are_the_most_frequent_ones(corpus: Artifact, tmp_path:
     assert (characters["sample"], characters["covered"]) == (18, 7)  # the space is the eighth
 
 
-def test_byte_level_bpe_has_the_size_asked_for_and_knows_every_text(
-    corpus: Artifact, tmp_path: Path
-) -> None:
+def test_byte_level_bpe_has_its_size_and_knows_every_text(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "out", TokenizerConfig(kind="byte_bpe", vocabulary_size=300))
     assert (made.statistics["pieces"], made.statistics["size"]) == (300, 302)
     characters = made.statistics["characters"]
@@ -134,9 +125,7 @@ def test_byte_level_bpe_has_the_size_asked_for_and_knows_every_text(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "characters"])
-def test_with_bytes_to_fall_back_on_no_text_is_unknown(
-    kind: str, corpus: Artifact, tmp_path: Path
-) -> None:
+def test_with_fallback_no_text_is_unknown(kind: str, corpus: Artifact, tmp_path: Path) -> None:
     settings = {"kind": kind, "byte_fallback": True, "vocabulary_size": 300}
     made = train(corpus, tmp_path / "out", TokenizerConfig.model_validate(settings))
     tokenizer = load_tokenizer(made.directory)
@@ -167,9 +156,7 @@ def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperat
     assert fewer.quotas == {"de": 50, "zh": 50}
 
 
-def test_memory_for_no_line_at_all_is_refused(
-    corpus: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_no_line_is_refused(corpus: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 2**24)
     with pytest.raises(ConfigError, match="has no room for a line of every language"):
         draw_sample(corpus, config=TokenizerConfig(memory_bytes=2**24))
@@ -184,9 +171,7 @@ def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path:
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_pieces_are_the_same_again_and_on_a_machine_with_fewer_cores(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_pieces_are_the_same_again_and_on_fewer_cores(model_type: str, tmp_path: Path) -> None:
     """For words of which the unigram trainer learns other pieces with 1, 2 and 16 threads."""
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdeäöü", k=draw.randint(3, 9))) for _ in range(1500)]
@@ -210,27 +195,12 @@ SPLIT = TokenizerConfig(
 
 def alone(lines: list[str], size: int) -> SentencePieceProcessor:
     """What SentencePiece makes of one side's lines."""
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=size,
-        model_type="bpe",
-        normalization_rule_name="identity",
-        character_coverage=1.0,
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        num_threads=1,
-        minloglevel=2,
-    )
-    return SentencePieceProcessor(model_proto=model.getvalue())
+    ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+    settings = {"model_type": "bpe", "normalization_rule_name": "identity", **ids}
+    return SentencePieceProcessor(model_proto=train_pieces(lines, size=size, **settings))
 
 
-def test_target_languages_have_pieces_of_their_own_and_those_come_first(
-    corpus: Artifact, tmp_path: Path
-) -> None:
+def test_target_languages_have_first_pieces_of_their_own(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "out", SPLIT)
     assert (made.statistics["pieces"], made.statistics["size"]) == (40 + 24 - 4, 40 + 24 - 4 + 2)
     copy_tokenizer(made.directory, tmp_path / "copy")
@@ -292,30 +262,21 @@ def test_a_side_without_training_lines_is_named(tmp_path: Path) -> None:
     ("sections", "said"),
     [
         *(
-            ({"tokenizer": SPLIT, "mixture": {"targets": targets}}, r"Let mixture\.targets name")
+            ({"mixture": {"targets": targets}}, r"Let mixture\.targets name")
             for targets in ((), ("de",), ("de", "zh"))
         ),
         (
-            {
-                "tokenizer": SPLIT,
-                "mixture": {"targets": ("zh",)},
-                "batches": {"tag_is_label": True},
-            },
+            {"mixture": {"targets": ("zh",)}, "batches": {"tag_is_label": True}},
             "tag_is_label is true",
         ),
-        (
-            {"tokenizer": {"kind": "bytes", "target_languages": ("de",)}},
-            "the same for all languages",
-        ),
+        ({"tokenizer": {"kind": "bytes", "target_languages": ("de",)}}, "same for all languages"),
         ({"tokenizer": {"kind": "byte_bpe", "byte_fallback": True}}, "Leave it out"),
         ({"tokenizer": {"kind": "bytes", "byte_fallback": True}}, "Leave it out"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    sections: dict[str, Any], said: str
-) -> None:
+def test_contradictory_settings_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
-        Recipe.model_validate({"name": "x", **sections})
+        Recipe.model_validate({"name": "x", "tokenizer": SPLIT, **sections})
 
 
 def test_a_missing_or_damaged_target_model_is_named(corpus: Artifact, tmp_path: Path) -> None:

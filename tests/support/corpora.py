@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -26,11 +27,16 @@ def bytes_of(languages: Iterable[str]) -> TokenizerDescription:
 
 
 def writing(
-    directory: Path, kind: Kind, stage: str = "test", inputs: Mapping[str, Artifact] | None = None
+    directory: Path,
+    kind: Kind,
+    stage: str = "test",
+    inputs: Mapping[str, Artifact] | None = None,
+    **options: Any,
 ) -> AbstractContextManager[ArtifactWriter]:
-    """Write an artifact without settings."""
+    """Write an artifact, without settings unless ``config`` is among the options."""
     records = {name: one.as_input for name, one in (inputs or {}).items()}
-    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs=records)
+    given = {"config": {}, "inputs": records, **options}
+    return new_artifact(directory, kind=kind, stage=stage, **given)
 
 
 def make_corpus(

@@ -4,6 +4,7 @@ import gzip
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.raw_input import RawInput, RawPaths
@@ -37,9 +38,16 @@ def unpack_stored_run(folder: Path) -> Path:
     return folder / "run"
 
 
+Raw = Path | RawInput | Mapping[str, str | bytes] | None
+
+
 def run_import(
-    name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe, *, processes: int = 1
+    name: str, out_dir: Path, raw: Raw, recipe: Recipe | None = None, **more: Any
 ) -> Artifact:
-    """The corpus that an importing stage makes of raw text."""
-    given = RawPaths((raw,)) if isinstance(raw, Path) else raw
-    return run_stage(name, out_dir, {}, recipe, raw=given, processes=processes)
+    """The corpus that an importing stage makes of raw text, by a recipe or by sections of one.
+
+    Files by name are laid out in the folder ``raw`` next to the corpus.
+    """
+    found = write(out_dir.with_name("raw"), raw) if isinstance(raw, Mapping) else raw
+    given = RawPaths((found,)) if isinstance(found, Path) else found
+    return run_stage(name, out_dir, {}, recipe, raw=given, **more)

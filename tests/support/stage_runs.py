@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
+from pipeline.distributed import workers
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall, stage_config
 
@@ -52,5 +54,13 @@ def run_stage(
     chosen = recipe or Recipe.model_validate({"name": "test", **sections})
     options: dict[str, Any] = {"raw": raw, "processes": processes, "overwrite": overwrite}
     call = make_call(name, chosen, artifacts, out_dir, **options)
-    import_module(call.stage.module).run(call)
+    run = import_module(call.stage.module).run
+    if processes == 1:
+        run(call)
+    else:
+        from support.forked import forking  # loads torch
+
+        # Spawned workers would take seconds to import the code.
+        with mock.patch.object(workers, "get_context", return_value=forking()):
+            run(call)
     return open_artifact(out_dir, kind=call.stage.makes)

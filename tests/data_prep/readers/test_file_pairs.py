@@ -2,11 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.readers.file_pairs import read_trees
 from data_prep.readers.raw_text import RawText
@@ -15,17 +16,12 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines
-from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions
 
 
 def tree(root: Path, *files: str) -> Path:
-    for name in files:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{name}\n")
-    return root
+    return write(root, {name: f"{name}\n" for name in files})
 
 
 def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
@@ -79,15 +75,11 @@ def test_two_scripts_of_one_language_are_two_languages(tmp_path: Path) -> None:
     assert pairs(root, "eng", "zho_Hans") == ["en-zh"]
 
 
-def test_one_script_needs_no_mention(tmp_path: Path) -> None:
-    root = tree(tmp_path, *pair_files("eng_Latn-zho_Hant"))
-    assert pairs(root) == ["en-zh"]
+def test_one_script_in_many_spellings_is_one_language_without_mention(tmp_path: Path) -> None:
+    folders = ("de-en", "deu_Latn-fr", "eng_Latn-zho_Hant", "pt_BR-en")
+    root = tree(tmp_path, *(name for folder in folders for name in pair_files(folder)))
+    assert pairs(root) == ["de-en", "de-fr", "en-pt", "en-zh"]
     assert pairs(root, "en", "zh") == ["en-zh"]
-
-
-def test_one_script_in_several_spellings_is_one_language(tmp_path: Path) -> None:
-    root = tree(tmp_path, *pair_files("de-en"), *pair_files("deu_Latn-fr"), *pair_files("pt_BR-en"))
-    assert pairs(root) == ["de-en", "de-fr", "en-pt"]
 
 
 def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_path: Path) -> None:
@@ -98,10 +90,8 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
         *("en-pt_BR/train.en", "en-pt_BR/train.pt", "en-pt_BR/test.en", "en-pt_BR/test.pt_br"),
     )
     sections = found(root, "en", "pt-BR", regions="apart").sections
-    assert [(section.pair, section.split) for section in sections] == [
-        ("en-pt_BR", "train"),
-        ("en-pt_BR", "test"),
-    ]
+    found_in = [(section.pair, section.split) for section in sections]
+    assert found_in == [("en-pt_BR", "train"), ("en-pt_BR", "test")]
     with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
         found(root)
 
@@ -135,9 +125,8 @@ def test_a_wanted_language_that_is_not_there_is_refused_with_the_nearest(tmp_pat
         found(root, "chs", "de", "en")
     with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
         found(root, "cherokee", "en")
-    with pytest.raises(
-        ConfigError, match=r"asks for chr, de, which .* Correct corpus\.languages, or add"
-    ):
+    said = r"asks for chr, de, which .* Correct corpus\.languages, or add"
+    with pytest.raises(ConfigError, match=said):
         found(root, "chr", "de")
 
 
@@ -147,29 +136,19 @@ def test_a_raw_path_that_is_no_folder_is_told_the_layout(tmp_path: Path) -> None
         found(tmp_path / "corpus.tar")
 
 
-def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
-    config = CorpusConfig.model_validate({"source": "moses", **settings})
-    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
+    return run_import("import_corpus", out_dir, raw, corpus={"source": "moses", **settings})
 
 
 def test_pairs_are_known_by_their_names(tmp_path: Path) -> None:
-    raw = write(
-        tmp_path / "raw",
-        {
-            "Europarl.de-en.de": "eins\nzwei\n",
-            "Europarl.de-en.en.gz": "one\ntwo\n",
-            "Europarl.de-en.ids": "1\n2\n",
-            "wiki/GNOME.en-fr.fr": "un\n",
-            "wiki/GNOME.en-fr.en": "one\n",
-            "small/train.de": "drei\n",
-            "small/train.en": "three\n",
-            "news/newstest2014.en-de.en": "four\n",
-            "news/newstest2014.en-de.de": "vier\n",
-            "README.md": "a\n",
-            "README.txt": "b\n",
-        },
-    )
-    corpus = imported(tmp_path / "corpus", raw)
+    files: dict[str, str | bytes] = {
+        **{"Europarl.de-en.de": "eins\nzwei\n", "Europarl.de-en.en.gz": "one\ntwo\n"},
+        **{"Europarl.de-en.ids": "1\n2\n", "README.md": "a\n", "README.txt": "b\n"},
+        **{"wiki/GNOME.en-fr.fr": "un\n", "wiki/GNOME.en-fr.en": "one\n"},
+        **{"small/train.de": "drei\n", "small/train.en": "three\n"},
+        **{"news/newstest2014.en-de.en": "four\n", "news/newstest2014.en-de.de": "vier\n"},
+    }
+    corpus = imported(tmp_path / "corpus", write(tmp_path / "raw", files))
     assert corpus.statistics["pairs"] == {
         "de-en": {"train": 3, "valid": 0, "test": 1},
         "en-fr": {"train": 1, "valid": 0, "test": 0},
@@ -201,12 +180,8 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_are_no_pairs_are_told(tmp_path: Path, names: list[str], said: str) -> None:
-    raw = write(tmp_path / "raw", dict.fromkeys(names, "x\n"))
     with pytest.raises(DataError, match=said):
-        imported(tmp_path / "corpus", raw)
-
-
-# ---------------------------------------------------------------- Zstandard
+        imported(tmp_path / "corpus", dict.fromkeys(names, "x\n"))
 
 
 def test_without_the_package_it_is_said_how_to_get_it(
@@ -250,8 +225,9 @@ def entry(*paths: str, pair: str = "de-en", split: str = "train") -> dict[str, A
 
 
 def imported_list(out_dir: Path, raw: Path, *files: dict[str, Any], **settings: object) -> Artifact:
-    config = CorpusConfig.model_validate({"source": "listed", "files": files, **settings})
-    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+    return run_import(
+        "import_corpus", out_dir, raw, corpus={"source": "listed", "files": files, **settings}
+    )
 
 
 @pytest.fixture
@@ -310,20 +286,20 @@ def test_the_list_is_a_table_of_a_recipe(tmp_path: Path, raw: Path) -> None:
     assert read_lines(corpus, "train", "de-en", "en") == ["one"]
 
 
-def test_the_list_says_which_script_a_file_is_in(tmp_path: Path, raw: Path) -> None:
-    memory = MEMORY.replace("fr-FR", "zh-TW")
-    write(raw, {"e.tmx": memory, "f.tmx": memory.replace("zh-TW", "zh-CN")})
-    both = entry("e.tmx", pair="en-zho_Hant"), entry("f.tmx", pair="en-zho_Hans")
-    corpus = imported_list(tmp_path / "corpus", raw, *both)
-    assert set(corpus.statistics["pairs"]) == {"en-zh", "en-zh_Hant"}
-
-
-def test_the_list_says_which_region_a_file_is_from(tmp_path: Path, raw: Path) -> None:
-    memory = MEMORY.replace("fr-FR", "pt-BR")
-    write(raw, {"e.tmx": memory, "f.tmx": memory.replace("pt-BR", "pt-PT")})
-    both = entry("e.tmx", pair="en-pt_BR"), entry("f.tmx", pair="en-pt")
-    corpus = imported_list(tmp_path / "corpus", raw, *both, regions="apart")
-    assert set(corpus.statistics["pairs"]) == {"en-pt", "en-pt_BR"}
+@pytest.mark.parametrize(
+    ("tags", "listed", "regions", "pairs"),
+    [
+        (("zh-TW", "zh-CN"), ("en-zho_Hant", "en-zho_Hans"), "joined", {"en-zh", "en-zh_Hant"}),
+        (("pt-BR", "pt-PT"), ("en-pt_BR", "en-pt"), "apart", {"en-pt", "en-pt_BR"}),
+    ],
+)
+def test_the_list_says_which_script_a_file_is_in_and_which_region_it_is_from(
+    tmp_path: Path, raw: Path, tags: Sequence[str], listed: Any, regions: str, pairs: set[str]
+) -> None:
+    write(raw, {f"{tag}.tmx": MEMORY.replace("fr-FR", tag) for tag in tags})
+    files = [entry(f"{tag}.tmx", pair=pair) for tag, pair in zip(tags, listed, strict=True)]
+    corpus = imported_list(tmp_path / "corpus", raw, *files, regions=regions)
+    assert set(corpus.statistics["pairs"]) == pairs
 
 
 def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw: Path) -> None:
@@ -341,17 +317,12 @@ def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw
         ([entry("a.english", "b.english")], "b.english, which corpus.files names, is not a file"),
         ([entry("../raw2/a.tsv")], "lies outside of"),
         ([entry("a.english")], r"but ends in none of \.tmx, \.tsv"),
-        (
-            [entry("c.tmx", pair="en-es")],
-            r"c\.tmx has no record with .* both languages of en-es",
-        ),
+        ([entry("c.tmx", pair="en-es")], r"c\.tmx has no record with .* both languages of en-es"),
         ([entry("b.tsv", pair="en-fr"), entry("c.tmx", pair="en-zh")], "languages of en-zh"),
         ([entry("unlisted.tmx")], r"unlisted\.tmx, line 1, is not well-formed XML"),
     ],
 )
-def test_lists_that_cannot_be_read_are_told(
-    tmp_path: Path, raw: Path, files: list[dict[str, Any]], said: str
-) -> None:
+def test_bad_lists_fail(tmp_path: Path, raw: Path, files: list[dict[str, Any]], said: str) -> None:
     with pytest.raises((ConfigError, DataError), match=said):
         imported_list(tmp_path / "corpus", raw, *files)
 

@@ -17,7 +17,6 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 
 REVISION = "0123456789abcdef" * 2 + "01234567"
@@ -77,8 +76,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 
 def imported(out_dir: Path, raw: RawInput | None = DATASET, **settings: object) -> Artifact:
-    config = CorpusConfig.model_validate({"source": "hub", **settings})
-    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+    return run_import("import_corpus", out_dir, raw, corpus={"source": "hub", **settings})
 
 
 def test_configurations_become_pairs_and_their_splits_ours(hub: FakeHub, tmp_path: Path) -> None:
@@ -108,9 +106,7 @@ def test_lines_beyond_the_number_wanted_are_not_fetched(hub: FakeHub, tmp_path: 
     assert hub.given <= 2 + 1 + 2
 
 
-def test_rows_that_are_no_line_of_text_are_mended_or_put_into_the_quarantine(
-    hub: FakeHub, tmp_path: Path
-) -> None:
+def test_rows_that_are_no_line_are_mended_or_quarantined(hub: FakeHub, tmp_path: Path) -> None:
     hub.configurations["en-de"]["train"] = rows(
         "en", "de", ("a\nb", "c"), ("d", "\ud800"), ("e\0", "f"), (None, "g")
     )
@@ -124,9 +120,7 @@ def test_rows_that_are_no_line_of_text_are_mended_or_put_into_the_quarantine(
     ]
 
 
-def test_the_manifest_names_the_data_set_and_nothing_is_asked_to_know_it_is_done(
-    tmp_path: Path, hub: FakeHub
-) -> None:
+def test_the_manifest_names_the_data_set_and_is_enough(tmp_path: Path, hub: FakeHub) -> None:
     (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "hub"\n')
     out = tmp_path / "corpus"
     command = ["import_corpus", "--recipe", str(tmp_path / "recipe.toml"), "--raw", str(DATASET)]
@@ -140,9 +134,7 @@ def test_the_manifest_names_the_data_set_and_nothing_is_asked_to_know_it_is_done
     assert cli.main(other) == EXIT_USER_ERROR
 
 
-def test_without_the_library_it_is_said_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"Run pip install 'mmnmt\[hub\]'\.$"):
         imported(tmp_path / "corpus")
@@ -177,9 +169,7 @@ def test_another_layout_is_refused(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", ["de-en", "en-de"])
-def test_text_of_one_pair_and_split_that_is_there_twice_is_refused(
-    hub: FakeHub, tmp_path: Path, again: str
-) -> None:
+def test_text_that_is_there_twice_is_refused(hub: FakeHub, tmp_path: Path, again: str) -> None:
     split = "dev" if again == "en-de" else "validation"
     hub.configurations.setdefault(again, {})[split] = rows("en", "de", ("a", "b"))
     with pytest.raises(DataError, match="are both valid text of the pair de-en"):

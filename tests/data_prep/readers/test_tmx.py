@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.raw_trees import run_import, write
+from support.raw_trees import Raw, run_import, write
 
 from data_prep.readers import tmx
 from data_prep.readers.raw_text import Record
@@ -17,9 +17,8 @@ from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.spelling import is_blank
-from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 HEAD = '<?xml version="1.0" encoding="utf-8"?>\n<tmx version="1.4"><header srclang="en"/><body>\n'
@@ -40,9 +39,8 @@ def memory(*units: str) -> str:
     return HEAD + "".join(units) + TAIL
 
 
-def imported(out_dir: Path, raw: Path | RawInput | None, **settings: object) -> Artifact:
-    config = CorpusConfig.model_validate({"source": "tmx", **settings})
-    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
+    return run_import("import_corpus", out_dir, raw, corpus={"source": "tmx", **settings})
 
 
 def units_of(path: Path, content: str | bytes) -> list[Record]:
@@ -50,20 +48,14 @@ def units_of(path: Path, content: str | bytes) -> list[Record]:
     return list(iterate_units(path))
 
 
-# ---------------------------------------------------------------- what is read
-
-
 def test_a_folder_of_translation_memories_becomes_a_corpus(tmp_path: Path) -> None:
-    raw = write(
-        tmp_path / "raw",
-        {
-            "office/2023.tmx": memory(unit(en="one", de_DE="eins"), unit(EN_us="two", de="zwei")),
-            "office/2024.tmx.gz": memory(unit(de="drei", en="three")),
-            "test/contract.tmx": memory(unit(de="vier", en="four")),
-            "notes.txt": "no memory",
-        },
-    )
-    corpus = imported(tmp_path / "corpus", raw)
+    files: dict[str, str | bytes] = {
+        "office/2023.tmx": memory(unit(en="one", de_DE="eins"), unit(EN_us="two", de="zwei")),
+        "office/2024.tmx.gz": memory(unit(de="drei", en="three")),
+        "test/contract.tmx": memory(unit(de="vier", en="four")),
+        "notes.txt": "no memory",
+    }
+    corpus = imported(tmp_path / "corpus", write(tmp_path / "raw", files))
     assert corpus.statistics["pairs"] == {"de-en": {"train": 3, "valid": 0, "test": 1}}
     assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zwei", "drei"]
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "two", "three"]
@@ -82,8 +74,7 @@ def test_units_of_many_languages_are_paired_as_the_recipe_says(
     tmp_path: Path, directions: str, pairs: dict[str, int]
 ) -> None:
     text = memory(unit(en="one", de="eins", fr="un"), unit(en="two", de="zwei"), unit(fr="trois"))
-    raw = write(tmp_path / "raw", {"a.tmx": text, "test.tmx": text})
-    corpus = imported(tmp_path / "corpus", raw, directions=directions)
+    corpus = imported(tmp_path / "corpus", {"a.tmx": text, "test.tmx": text}, directions=directions)
     assert line_counts(corpus, "train") == pairs
     of_test = {"de-en": 2, "en-fr": 1} | ({} if directions == "pivot" else {"de-fr": 1})
     assert line_counts(corpus, "test") == of_test
@@ -107,9 +98,7 @@ def test_native_codes_are_left_out_and_highlighted_text_is_kept(tmp_path: Path) 
     assert found.texts["en"] == b"The big black cat & dog"
 
 
-def test_blank_segments_are_missing_and_the_first_text_of_a_language_is_read(
-    tmp_path: Path,
-) -> None:
+def test_blank_segments_are_missing_and_a_languages_first_text_is_read(tmp_path: Path) -> None:
     text = memory(
         unit(en=" \u200b", de="eins"),
         f"<tu>{tuv('de', 'zwei')}{tuv('en', 'two')}{tuv('en', 'too')}</tu>",
@@ -117,8 +106,7 @@ def test_blank_segments_are_missing_and_the_first_text_of_a_language_is_read(
         unit(pt_BR="três (Brasil)", pt="três", de="drei"),
         unit(pt_BR="quatro", de="vier"),
     )
-    raw = write(tmp_path / "raw", {"a.tmx": text})
-    corpus = imported(tmp_path / "corpus", raw)
+    corpus = imported(tmp_path / "corpus", {"a.tmx": text})
     assert read_lines(corpus, "train", "de-en", "en") == ["two"]
     assert read_lines(corpus, "train", "de-pt", "pt") == ["três", "quatro"]
     assert corpus.statistics["counts"]["records_one_sided"] == 2
@@ -130,24 +118,17 @@ def test_units_carry_the_line_they_begin_in(tmp_path: Path) -> None:
     assert [found.line for found in units_of(tmp_path / "a.tmx", text)] == [5, 7]
 
 
-def test_old_memories_name_languages_without_the_prefix_and_variants_are_dropped(
-    tmp_path: Path,
-) -> None:
+def test_old_memories_name_languages_without_prefix_or_variants(tmp_path: Path) -> None:
     text = memory('<tu><tuv lang="DE-DE-1996"><seg>a</seg></tuv></tu>')
     assert [found.texts for found in units_of(tmp_path / "a.tmx", text)] == [{"DE-DE": b"a"}]
 
 
-def test_text_of_tags_that_are_no_languages_is_left_out_and_old_tags_are_understood(
-    tmp_path: Path,
-) -> None:
+def test_tags_that_are_no_languages_are_left_out_and_old_ones_understood(tmp_path: Path) -> None:
     norwegian = tuv("no-nyn", "e") + tuv("en-oxendict", "f")
     others = tuv("x-none", "a") + tuv("i-klingon", "b") + tuv("*all*", "c")
     chinese = tuv("zh-CHS", "简") + tuv("ZH-cht", "繁")
-    path = write(
-        tmp_path,
-        {"a.tmx": memory(f"<tu>{others}{tuv('en', 'd')}{chinese}</tu>", f"<tu>{norwegian}</tu>")},
-    )
-    corpus = imported(tmp_path / "corpus", path / "a.tmx")
+    text = memory(f"<tu>{others}{tuv('en', 'd')}{chinese}</tu>", f"<tu>{norwegian}</tu>")
+    corpus = imported(tmp_path / "corpus", write(tmp_path, {"a.tmx": text}) / "a.tmx")
     assert corpus.statistics["counts"]["segments_untagged"] == 3
     told = "left out: 3 segments without a language code, or with a private one (x-…)"
     assert told in corpus.manifest.summary
@@ -169,29 +150,21 @@ def test_text_of_tags_that_are_no_languages_is_left_out_and_old_tags_are_underst
         ('<ph type="lb"/>one', "one"),
     ],
 )
-def test_a_native_code_that_breaks_a_line_parts_words(
-    tmp_path: Path, segment: str, text: str
-) -> None:
+def test_a_code_that_breaks_a_line_parts_words(tmp_path: Path, segment: str, text: str) -> None:
     content = memory(f"<tu>{tuv('en', segment)}</tu>")
-    assert [found.texts for found in units_of(tmp_path / "a.tmx", content)] == [
-        {"en": text.encode()}
-    ]
+    [found] = units_of(tmp_path / "a.tmx", content)
+    assert found.texts == {"en": text.encode()}
 
 
 @pytest.mark.parametrize(
     ("declared", "encoding"),
     [
-        ("utf-8", "utf-8"),
-        ("utf-8", "utf-8-sig"),
-        ("utf-16", "utf-16"),
-        ("utf-8", "utf-16"),
-        ("utf-16", "utf-8-sig"),
-        ("utf-16be", "utf-16-be"),
-        ("iso-8859-1", "latin-1"),
+        *(("utf-8", "utf-8"), ("utf-8", "utf-8-sig"), ("utf-16", "utf-16"), ("utf-8", "utf-16")),
+        *(("utf-16", "utf-8-sig"), ("utf-16be", "utf-16-be"), ("iso-8859-1", "latin-1")),
         ("windows-1252", "cp1252"),
     ],
 )
-def test_a_byte_order_mark_says_the_encoding_else_the_declaration(
+def test_a_byte_order_mark_or_else_a_declaration_counts(
     tmp_path: Path, declared: str, encoding: str
 ) -> None:
     text = memory(unit(en="naïve", de="für")).replace("utf-8", declared, 1)
@@ -238,8 +211,6 @@ def test_segments_are_those_of_a_parser_of_whole_documents(
         assert [found.texts for found in units_of(path, text)] == expected
 
 
-# ---------------------------------------------------------------- what is refused
-
 BILLION_LAUGHS = """<?xml version="1.0"?>
 <!DOCTYPE tmx [
  <!ENTITY lol "lol">
@@ -268,9 +239,7 @@ def test_a_file_that_declares_entities_is_refused(tmp_path: Path, text: str, nam
         units_of(tmp_path / "a.tmx", text)
 
 
-def test_the_usual_document_type_is_not_fetched_and_entities_of_it_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_the_usual_document_type_is_not_fetched_nor_are_its_entities(tmp_path: Path) -> None:
     text = memory(unit(en="a", de="b")).replace("<tmx", '<!DOCTYPE tmx SYSTEM "tmx14.dtd"><tmx')
     assert len(units_of(tmp_path / "a.tmx", text)) == 1
     with pytest.raises(DataError, match="line 3: it uses the entity 'nbsp'"):
@@ -292,9 +261,7 @@ def test_the_usual_document_type_is_not_fetched_and_entities_of_it_are_refused(
         (HEAD.encode() + b"<!--" + b"x" * (2**24 + 2**20), "that does not end"),
     ],
 )
-def test_what_is_no_translation_memory_is_told_in_one_sentence(
-    tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_what_is_no_memory_is_told_in_a_sentence(tmp_path: Path, content: bytes, said: str) -> None:
     with pytest.raises(DataError, match=said) as refusal:
         units_of(tmp_path / "a.tmx", content)
     assert str(tmp_path / "a.tmx") in str(refusal.value)
@@ -311,9 +278,8 @@ def test_memories_without_a_pair_and_pairs_without_the_pivot_are_told(tmp_path: 
 
 
 def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> None:
-    raw = write(tmp_path / "raw", {"a.txt": "x"})
     with pytest.raises(DataError, match=r"holds no file that ends in \.tmx"):
-        imported(tmp_path / "corpus", raw)
+        imported(tmp_path / "corpus", {"a.txt": "x"})
     with pytest.raises(ConfigError, match="Pass --raw DIR"):
         imported(tmp_path / "corpus", None)
     with pytest.raises(DataError, match="does not exist"):
@@ -321,17 +287,11 @@ def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> Non
 
 
 def test_a_name_of_two_splits_is_refused(tmp_path: Path) -> None:
-    raw = write(tmp_path / "raw", {"test/train.tmx": memory(unit(de="a", en="b"))})
     with pytest.raises(DataError, match="is named as test and train text"):
-        imported(tmp_path / "corpus", raw)
+        imported(tmp_path / "corpus", {"test/train.tmx": memory(unit(de="a", en="b"))})
 
 
-# ---------------------------------------------------------------- what is held
-
-
-def test_no_more_is_read_than_the_units_given_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_read_than_units_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.tmx"
     path.write_text(memory(*(unit(en=f"one {n}", de=f"eins {n}") for n in range(20_000))))
     read = 0
