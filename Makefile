@@ -76,7 +76,7 @@ pictures:
 		--screenshot=docs/pictures/report.png file://$(CURDIR)/runs/demo/evaluation/report.html
 
 bench: $(VENV)/installed-dev
-	for script in $$(grep -l '__main__' tests/bench/*.py); do \
+	for script in $$(grep -l '^if __name__' tests/bench/*.py); do \
 		$(VENV)/bin/python $$script || failed=1; done; test -z "$$failed"
 
 $(VENV)/installed: pyproject.toml constraints.txt

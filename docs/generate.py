@@ -510,7 +510,7 @@ def benchmarks_page(results: Path) -> str:
     parts, without = [], []
     for script in sorted(BENCHMARKS.glob("*.py")):
         text = script.read_text(encoding="utf-8")
-        if "__main__" not in text:
+        if "\nif __name__ == " not in text:
             continue
         files = sorted(results.glob(f"{script.stem}-*.json"))
         measured = {row.get("case") for path in files for row in _measured_rows(path)}

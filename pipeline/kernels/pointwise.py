@@ -34,13 +34,13 @@ VALUES_PER_WARP = 256
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of a block when the sums of programs are added up."""
 SUMMING_COLUMNS = 8
-"""Columns of ones that sum the rows of a matrix by a product; the fewest with aligned memory.
+"""Equal columns of the value 1, of which a product sums the rows of a matrix: the fewest with
+aligned memory.
 
-They lie as the inputs of a layer do, of which a product makes the gradient of the weight: neither
-factor is read along the rows, of which there are any number. Ones that lay along the rows would be
-aligned for a multiple of 8 rows only."""
+They lie in memory as the inputs of a layer do, whose product makes the gradient of the weight.
+Neither factor is read along the rows, which would be aligned only for a multiple of 8 rows."""
 LEAST_ONES = 4096
-"""Least rows of such ones, which the passes of a model share: 64 KiB."""
+"""Least rows of such columns, which the passes of a model share: 64 KiB."""
 MAX_BLOCK = 1024
 """Most columns of a block: 4 warps of which every thread reads 16 bytes of bfloat16."""
 
@@ -350,14 +350,14 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def ones_for_sums(x_NI: Tensor) -> Tensor:
-    """Return ones (N, 8) for the sums over the rows of a matrix."""
+    """Return the value 1 in (N, 8) places, which sums the rows of a matrix by a product."""
     rows = max(power_of_two(len(x_NI)), LEAST_ONES)
     return shared_ones(rows, x_NI.dtype, x_NI.device)[: len(x_NI)]
 
 
 @lru_cache(maxsize=4)
 def shared_ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones that matrices of up to so many rows share, as nearly every pass has another N."""
+    """Return a matrix of the value 1 that passes share, nearly all of which have another N."""
     return torch.ones(rows, SUMMING_COLUMNS, dtype=dtype, device=device)
 
 

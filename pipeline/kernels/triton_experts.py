@@ -169,7 +169,7 @@ def order_claims(
     claim_N, rows_M, order_N, num_tokens,
     MICRO_BATCHES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens by ascending claims, equal ones by position, micro-batch after micro-batch.
+    """Write tokens by ascending claims, or by position if these are equal, of each micro-batch.
 
     Each token counts the tokens of its micro-batch that come before it. For a few thousand tokens,
     this takes less time than the many short kernels of a sort.
@@ -233,8 +233,8 @@ def place_routes(
 ):  # fmt: skip
     """Write the row of each route, from the numbers of routes in blocks before its own.
 
-    With ``count_KE``, which gets kept and routed routes per expert, dropped routes come after all
-    kept ones, in the same order, and have no row: theirs is the number of kept routes.
+    With ``count_KE``, which gets kept and routed routes per expert, dropped routes follow all kept
+    routes in the same order, and have no row: theirs is the number of kept routes.
     """
     n, exists = block_of_tokens(rows_M, num_tokens, MICRO_BATCHES, TOKENS)
     token = tokens_in_order(order_N, n, exists)
