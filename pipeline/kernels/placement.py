@@ -471,12 +471,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        y_RD, weight_NC = ctx.saved_tensors
+        # The gradients made like them are then contiguous, too, as the kernel writes them.
+        y_RD, weight_NC = (saved.contiguous() for saved in ctx.saved_tensors)
         placement: Placement = ctx.placement
         if not is_fused(y_RD):
             return *_combine_backward(gradients[0], y_RD, weight_NC, placement), None
         d_rows_RD, d_weight_NC = torch.empty_like(y_RD), torch.empty_like(weight_NC)
-        given = gradients[0].contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
+        given = gradients[0].contiguous(), y_RD, weight_NC, placement.row_NC
         written = d_rows_RD, d_weight_NC
         _launch_by_token("combine_rows_backward", placement, *given, *written, len(y_RD))
         return d_rows_RD, d_weight_NC, None
