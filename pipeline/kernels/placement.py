@@ -186,7 +186,6 @@ class Placement:
         lacks_rows: whether the host must assume that some routes have no row.
         counts: rows and routes per expert, if they have been counted.
         slices: slices of experts, if all routes have a row and were sorted on the device.
-        numbers: constants of the sort; present together with ``slices``.
     """
 
     route_R: Tensor
@@ -196,7 +195,6 @@ class Placement:
     lacks_rows: bool
     counts: Counts | None = None
     slices: RowSlices | None = None
-    numbers: RouteNumbers | None = None
 
     def first_rows(self, num_rows: int) -> Self:
         """Return this placement without the dropped routes that follow ``num_rows`` rows."""
@@ -287,7 +285,6 @@ def place_by_sorting(
         is_dropped_NC=None,
         lacks_rows=False,
         slices=slices,
-        numbers=numbers,
     )
     if limits is None:
         return placement
@@ -351,7 +348,6 @@ def place_by_kernels(
         lacks_rows=counts is not None,
         counts=counts,
         slices=slices,
-        numbers=None if slices is None else numbers,
     )
 
 
@@ -387,7 +383,6 @@ def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
         lacks_rows=True,
         counts=Counts(count_E, placement.routed_E, count_E),
         slices=None,
-        numbers=None,
     )
 
 
@@ -402,7 +397,6 @@ def _without_dropped(placement: Placement) -> Placement:
         lacks_rows=lacks_rows,
         counts=Counts(rows_E, placement.routed_E, rows_E),
         slices=None,
-        numbers=None,
     )
 
 
