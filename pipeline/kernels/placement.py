@@ -27,8 +27,11 @@ from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 from pipeline.kernels.routing import MicroBatches, TokenBlocks
 
-MOST_COMPARED = 2**15
-"""Most tokens of a micro-batch that are ordered by comparing each with each."""
+MOST_COMPARED = 2**14
+"""Most tokens of a micro-batch that are ordered by comparing each with each.
+
+By the kernel's instructions, an H100 compares twice as many for over 200 µs, and would sort them in
+less (not measured)."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,6 @@ class Placement:
         lacks_rows: whether the host must assume that some routes have no row.
         counts: rows and routes per expert, if they have been counted.
         slices: slices of experts, if all routes have a row and were sorted on the device.
-        numbers: constants of the sort; present together with ``slices``.
     """
 
     route_R: Tensor
@@ -193,7 +195,6 @@ class Placement:
     lacks_rows: bool
     counts: Counts | None = None
     slices: RowSlices | None = None
-    numbers: RouteNumbers | None = None
 
     def first_rows(self, num_rows: int) -> Self:
         """Return this placement without the dropped routes that follow ``num_rows`` rows."""
@@ -284,7 +285,6 @@ def place_by_sorting(
         is_dropped_NC=None,
         lacks_rows=False,
         slices=slices,
-        numbers=numbers,
     )
     if limits is None:
         return placement
@@ -348,7 +348,6 @@ def place_by_kernels(
         lacks_rows=counts is not None,
         counts=counts,
         slices=slices,
-        numbers=None if slices is None else numbers,
     )
 
 
@@ -384,7 +383,6 @@ def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
         lacks_rows=True,
         counts=Counts(count_E, placement.routed_E, count_E),
         slices=None,
-        numbers=None,
     )
 
 
@@ -399,7 +397,6 @@ def _without_dropped(placement: Placement) -> Placement:
         lacks_rows=lacks_rows,
         counts=Counts(rows_E, placement.routed_E, rows_E),
         slices=None,
-        numbers=None,
     )
 
 
@@ -468,12 +465,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        y_RD, weight_NC = ctx.saved_tensors
+        # The gradients made like them are then contiguous, too, as the kernel writes them.
+        y_RD, weight_NC = (saved.contiguous() for saved in ctx.saved_tensors)
         placement: Placement = ctx.placement
         if not is_fused(y_RD):
             return *_combine_backward(gradients[0], y_RD, weight_NC, placement), None
         d_rows_RD, d_weight_NC = torch.empty_like(y_RD), torch.empty_like(weight_NC)
-        given = gradients[0].contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
+        given = gradients[0].contiguous(), y_RD, weight_NC, placement.row_NC
         written = d_rows_RD, d_weight_NC
         _launch_by_token("combine_rows_backward", placement, *given, *written, len(y_RD))
         return d_rows_RD, d_weight_NC, None

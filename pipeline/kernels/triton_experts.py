@@ -176,15 +176,15 @@ def order_claims(
     """
     first, rows = micro_batch(rows_M, num_tokens, tl.program_id(1), MICRO_BATCHES)
     i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    # The upper half is the micro-batch, which all of these tokens share.
-    claim = tl.load(claim_N + first + i, mask=i < rows, other=0).to(tl.int32)
-    place = tl.zeros([TOKENS], tl.int32)
+    # The micro-batch, which these tokens share, makes room for their positions, which differ: one
+    # comparison of 64 bits takes fewer instructions than several of 32 bits.
+    claim = (tl.load(claim_N + first + i, mask=i < rows, other=0) << 32) + i
+    before = tl.zeros([TOKENS, BLOCK], tl.int32)
     for start in range(0, rows, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        other = tl.load(claim_N + first + j, mask=j < rows, other=0).to(tl.int32)
-        is_before = other[None, :] < claim[:, None]
-        is_before |= (other[None, :] == claim[:, None]) & (j[None, :] < i[:, None])
-        place += tl.sum((is_before & (j < rows)[None, :]).to(tl.int32), 1)
+        other = (tl.load(claim_N + first + j, mask=j < rows, other=LARGEST) << 32) + j
+        before += (other[None, :] < claim[:, None]).to(tl.int32)
+    place = tl.sum(before, 1)
     tl.store(order_N + first + place, first + i, mask=i < rows)
 
 
