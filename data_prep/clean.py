@@ -326,13 +326,16 @@ def joined_pairs(corpus: Artifact, config: CleanConfig, *, pivot: str) -> list[s
     """Return the pairs to join over the pivot, sorted; DataError if one cannot be joined."""
     trained, wanted = line_counts(corpus, "train"), []
     for name in config.joined_pairs:
-        codes = name.split("-")
+        codes = [find_code(code, languages(corpus)) or code for code in name.split("-")]
         pair = pair_name(*codes)
         missing = [code for code in codes if pair_name(code, pivot) not in trained]
-        if pivot in codes or pair in trained or missing:
+        is_new = codes[0] != codes[1] and pair not in wanted
+        if pivot in codes or pair in trained or missing or not is_new:
             problem = (
                 "which has training lines of its own"
                 if pair in trained
+                else "which is no further pair of two languages"
+                if not is_new
                 else f"which has the pivot {pivot}, corpus.pivot"
                 if pivot in codes
                 else f"but {corpus.directory} has no training lines of "

@@ -5,7 +5,7 @@ Reads shards, for the corpus sizes, and for embeddings a dense checkpoint. Makes
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -114,10 +114,10 @@ def by_family(families: Mapping[str, str]) -> Grouping:
     )
 
 
-def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
+def by_paper(codes: Collection[str], *, extend: Mapping[str, int]) -> Grouping:
     """Take the paper's groups for OPUS-100, with additions; ConfigError for a language in none."""
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
-    table |= extend
+    table |= {find_code(name, codes) or name: group for name, group in extend.items()}
     names = {}
     for code in codes:
         group = table.get(code, table.get(without_region(code)))

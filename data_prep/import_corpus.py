@@ -64,7 +64,7 @@ from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError, without_case
-from pipeline.languages import count_scripts
+from pipeline.languages import count_scripts, find_code
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
@@ -143,10 +143,16 @@ class Importing:
     kept: Counter[tuple[str, Split]] = field(default_factory=Counter)
     """Pair and split → lines that this process has kept of its sections."""
 
+    @cached_property
+    def untested(self) -> frozenset[str]:
+        """Languages of the raw text that ``corpus.untested`` means, in any spelling."""
+        present = {code for section in self.raw.sections for code in section.languages}
+        return frozenset(find_code(name, present) or name for name in self.config.untested)
+
     def limit(self, section: Section) -> int | None:
         """Return the most lines that a section may add to its pair and split; None for all."""
         config, split = self.config, section.split
-        if split == "test" and set(config.untested) & set(section.languages):
+        if split == "test" and self.untested.intersection(section.languages):
             return 0
         limits: dict[Split, int | None] = {
             "train": config.max_train_lines,

@@ -126,9 +126,10 @@ def test_text_beyond_ascii_is_read(path: Path) -> None:
 def test_broken_toml_is_refused_with_its_line(path: Path) -> None:
     assert "line 2" in refused_toml(path, "a = 1\nb = \n")
     assert "not valid TOML" in refused_toml(path, "a = " + "9" * 5000)
-    path.write_bytes(b"a = '\xff'")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        read_toml(path)
+    for content in (b"a = '\xff'", "a = 1\n".encode("utf-16")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"not valid TOML .*Save it as UTF-8"):
+            read_toml(path)
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(path)

@@ -462,11 +462,12 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     assert all(f"mmnmt translate: {line}\n" in said for line in translations.manifest.summary)
 
 
+@pytest.mark.parametrize("code", ["en", "eng", "en_Latn"])
 def test_only_directions_into_the_targets_asked_for_are_translated(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    code: str, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = bench_of(bench, ["de-en", "de-fr", "en-fr"])
-    assert other.run("out", decoding=DECODING + 'targets = ["en"]\n') == 0
+    assert other.run("out", decoding=DECODING + f'targets = ["{code}"]\n') == 0
     statistics = other.made("out").statistics
     assert list(statistics["directions"]) == ["de-en", "fr-en"]
     assert statistics["skipped_directions"] == ["de-fr", "en-de", "en-fr", "fr-de"]

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the stages of a plan, or print what would run."""
     placed = _placed_plan(options, processes=options.processes)
     if options.dry_run:
-        dry_run(placed, rebuild=options.rebuild)
+        dry_run(placed, rebuild=options.rebuild, jobs=options.jobs)
         return 0
     started = launched_size(os.environ) if is_launched(os.environ) else None
     if started is not None and started > 1:

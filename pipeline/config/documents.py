@@ -55,7 +55,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
-        raise ConfigError(f"{path} is not valid TOML ({error}). Correct that line.") from error
+        fix = "Save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "Correct that line"
+        raise ConfigError(f"{path} is not valid TOML ({error}). {fix}.") from error
     check_settings(document, path=path)
     return document
 

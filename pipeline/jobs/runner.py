@@ -28,6 +28,7 @@ from pipeline.artifacts.places import (
     unfinished_dirs,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
+from pipeline.config.ds_config import check_ranks
 from pipeline.config.recipe import load_recipe, override_texts
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -50,6 +51,7 @@ from pipeline.jobs.freshness import (
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.machine import processes_here, visible_gpus
 from pipeline.stage import named_path
 from pipeline.terminal import listed, text_table
 
@@ -79,12 +81,13 @@ def run_plan(
         0; the exit code of the stage that failed.
 
     Raises:
-        ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
+        ConfigError: an input of the plan is not given, it has no stage that is to be rebuilt, or a
+            training cannot have so many ranks.
         ArtifactError: another run holds the folder, training would be thrown away, or a stage
             reads from one that is left out and not made yet.
         Interrupted: a signal came, and no stage failed.
     """
-    _refuse_unready(resolved, rebuild)
+    _refuse_unready(resolved, rebuild, jobs=jobs)
     lock_path = plan_lock_path(resolved.out_dir)
     with exclusive(lock_path, what=str(resolved.out_dir)), StopRequests() as requests:
         refuse_losses(resolved, rebuild=rebuild)
@@ -109,13 +112,24 @@ def run_plan(
                 say(text_table(["stage", "", "seconds"], rows))
 
 
-def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str]) -> None:
-    """Refuse a run, or its forecast, that lacks an input."""
+def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str], *, jobs: int) -> None:
+    """Refuse a run, or its forecast, that lacks an input or trains on ranks that cannot."""
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     for task in resolved.tasks:
         refuse_missing_inputs(resolved, task)
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
+        if jobs == 1 and "batches" in task.stage.sections and not task.is_made:
+            _refuse_unfit_ranks(task)
+
+
+def _refuse_unfit_ranks(task: Task) -> None:
+    """Raise ConfigError for ranks that a training would refuse, after the stages before it."""
+    recipe = load_recipe(task.recipe or None, task.overrides)
+    try:
+        check_ranks(recipe, ranks=processes_here(task.planned.processes, gpus=visible_gpus().count))
+    except ConfigError as error:
+        raise ConfigError(f"Stage {task.name!r}: {error}") from error
 
 
 def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
@@ -348,16 +362,21 @@ def stage_arguments(resolved: ResolvedPlan, task: Task) -> list[str]:
 
 
 def dry_run(
-    resolved: ResolvedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
+    resolved: ResolvedPlan,
+    *,
+    rebuild: Collection[str] = (),
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Print for each stage whether it would run, and why; start nothing.
 
     Raises:
-        ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
+        ConfigError: an input of the plan is not given, it has no stage that is to be rebuilt, or a
+            training cannot have so many ranks.
         ArtifactError: a stage reads from one that is left out and not made yet, or would replace an
             artifact of another kind.
     """
-    _refuse_unready(resolved, rebuild)
+    _refuse_unready(resolved, rebuild, jobs=jobs)
     reasons = forecast(resolved)
     lost = losses(resolved, reasons)
     for task in resolved.tasks:

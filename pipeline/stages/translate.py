@@ -61,6 +61,7 @@ from pipeline.distributed.world import (
     wait_for_all,
 )
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
+from pipeline.languages import find_code
 from pipeline.stage import StageCall
 from pipeline.terminal import Progress, counted, listed
 
@@ -117,9 +118,7 @@ def select_directions(
             f"{corpus.directory} has no test lines. Translate a corpus that has test sets."
         )
     taken = [
-        direction
-        for direction in every
-        if {direction.source, direction.target} <= known and tokenizer.writes(direction.target)
+        way for way in every if {way.source, way.target} <= known and tokenizer.writes(way.target)
     ]
     if not taken:
         raise ConfigError(
@@ -128,7 +127,8 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    wanted = [direction for direction in taken if not targets or direction.target in targets]
+    asked = {code if code in known else find_code(code, known) or code for code in targets}
+    wanted = [direction for direction in taken if not asked or direction.target in asked]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "

@@ -312,11 +312,12 @@ def test_the_paper_s_groups_count_from_zero_and_leave_no_gap(tmp_path: Path) -> 
     assert made.read_json("groups.json")["names"] == ["group 3", "group 4"]
 
 
-def test_the_paper_s_table_takes_additions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["tl", "tgl", "tl_Latn"])
+def test_the_paper_s_table_takes_additions(code: str, tmp_path: Path) -> None:
     counts = COUNTS | {"en-tl": 7}
     with pytest.raises(ConfigError, match=r"'tl' is in none .* nearest codes"):
         group(tmp_path, GroupsConfig(method="paper"), counts=counts)
-    extended = GroupsConfig(method="paper", extend={"tl": 1})
+    extended = GroupsConfig(method="paper", extend={code: 1})
     assert read_groups(group(tmp_path / "more", extended, counts=counts))["tl"] == 0
 
 

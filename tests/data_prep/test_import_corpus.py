@@ -223,6 +223,16 @@ def test_limits_keep_the_first_lines_of_each_split(raw: Path, out: Path) -> None
     assert corpus.statistics["counts"]["lines_over_limit"] == 3
 
 
+@pytest.mark.parametrize("code", ["fr", "fra", "fr_Latn"])
+def test_languages_without_test_lines_may_be_spelled_in_any_usual_way(
+    code: str, raw: Path, out: Path
+) -> None:
+    names = [f"{pair}/test.{side}" for pair in ("de-en", "en-fr") for side in pair.split("-")]
+    write(raw, dict.fromkeys(names, "a\n"))
+    corpus = imported(out, raw, untested=[code])
+    assert line_counts(corpus, "test") == {"de-en": 1}
+
+
 def test_the_summary_says_what_was_read_kept_and_left_out_by_side(
     raw: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

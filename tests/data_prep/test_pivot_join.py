@@ -108,9 +108,11 @@ def joined_text(made: Artifact) -> Lines:
     return list(zip(*sides, strict=True))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_joined_pair_is_cleaned_without_held_out_lines(processes: int, tmp_path: Path) -> None:
-    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["fr-de"], processes=processes)
+@pytest.mark.parametrize(("name", "processes"), [("fr-de", 1), ("deu-fra", 1), ("fr_Latn-de", 2)])
+def test_a_joined_pair_is_cleaned_without_held_out_lines(
+    name: str, processes: int, tmp_path: Path
+) -> None:
+    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", [name], processes=processes)
     # "exam" is a test line of el-en, "Klausur" one of de-fr; "OK" is a copy.
     expected = [("Haus", "maison"), ("Baum", "arbre"), ("Straße", "rue"), ("Weg", "route")]
     assert joined_text(made) == expected
@@ -157,16 +159,18 @@ def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "said"),
+    ("pairs", "said"),
     [
-        ("de-it", "names de-it, but .* has no training lines of en-it"),
-        ("de-el", "names de-el, which has training lines of its own"),
+        (["de-it"], "names de-it, but .* has no training lines of en-it"),
+        (["de-el"], "names de-el, which has training lines of its own"),
+        (["de-deu"], "names de-deu, which is no further pair of two languages"),
+        (["de-fr", "fra-de"], "names fra-de, which is no further pair of two languages"),
     ],
 )
-def test_a_pair_that_cannot_be_joined_is_named(pair: str, said: str, tmp_path: Path) -> None:
+def test_a_pair_that_cannot_be_joined_is_named(pairs: list[str], said: str, tmp_path: Path) -> None:
     raw = corpus(tmp_path / "raw", {**TRAIN, "de-el": [("Baum", "δέντρο")]})
     with pytest.raises(DataError, match=said):
-        cleaned(raw, tmp_path / "made", [pair])
+        cleaned(raw, tmp_path / "made", pairs)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
+from pipeline.machine import Gpus
 from pipeline.registry import STAGES
 from pipeline.stage import Input, Stage, stage_config
 from pipeline.terminal import text_table
@@ -1395,6 +1396,33 @@ def test_groups_that_a_later_stage_would_refuse_stop_a_plan_before_it_trains(
     with pytest.raises(ConfigError, match=said):
         run_plan(chosen, launcher=launcher, say=lambda _: None)
     assert started == ["group_languages"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "said"),
+    [
+        (999, {}, "Stage 'dense': 999 ranks are more than the"),
+        (
+            2,
+            {"model": {"moe": {"num_experts": 7}}, "training": {"expert_parallel_size": 2}},
+            "Stage 'dense': 7 experts cannot be spread over 2 ranks",
+        ),
+    ],
+)
+def test_ranks_that_a_training_would_refuse_stop_a_plan_before_its_first_stage(
+    processes: int,
+    overrides: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.jobs.runner.visible_gpus", lambda: Gpus(0, has_bf16=False))
+    plan = load_plan("demo")
+    resolved = resolve_plan(plan, out_dir=tmp_path, processes=processes, overrides=overrides)
+    for start in (run_plan, dry_run):
+        with pytest.raises(ConfigError, match=said):
+            start(resolved)
+    dry_run(resolved, jobs=2)  # then each training has one process
 
 
 @pytest.mark.parametrize("name", plan_names())
