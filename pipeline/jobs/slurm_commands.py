@@ -32,7 +32,7 @@ _RUNS = {
     "SUSPENDED",
 }
 _SILENCE = re.compile("Unable to contact|timed out|temporarily|Zero Bytes|Connection refused")
-"""What sbatch says if it reaches no controller."""
+"""Answers of an sbatch that reaches no controller."""
 _FIELD = re.compile(
     r"(?:^| )(JobName|Comment|JobState|Reason|Restarts|SubmitTime|StartTime|EndTime)=(\S*)"
 )
