@@ -39,6 +39,7 @@ from pipeline.decoding.hypotheses import (
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import process
+from pipeline.errors import ConfigError
 from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
@@ -328,6 +329,13 @@ class BeamStep:
             return done_B
         running_B = self._normalized(beams, running_BJ.amax(1, keepdim=True))[:, 0]
         ends_B = self.rule.is_done(worst_ended=worst_B, best_running=running_B)
+        if not isinstance(ends_B, bool) and (
+            getattr(ends_B, "dtype", None) != torch.bool or ends_B.shape != worst_B.shape
+        ):
+            raise ConfigError(
+                f"is_done of {type(self.rule).__name__} returned a {type(ends_B).__name__} that is "
+                "neither True nor False nor a tensor of them, one per sentence. Correct it."
+            )
         return done_B | (full_B & ends_B)
 
     def best(self, beams: Beams, rows: Sequence[int]) -> list[list[Translation]]:

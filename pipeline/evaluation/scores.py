@@ -36,7 +36,9 @@ from pipeline.artifacts.corpus import (
     read_lines,
     resource_of,
 )
+from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import LANGUAGE_ACCURACIES
+from pipeline.terminal import counted
 
 Family = Literal[
     "into_pivot", "out_of_pivot", "other", "pivot_joined", "zero_shot", "emptied", "unknown"
@@ -237,10 +239,27 @@ class Score(ABC):
         means: Floats = 100.0 * sums[:, 0] / lines
         return means
 
+    def checked_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """Return :meth:`line_statistics`; ConfigError if they are not a row per line."""
+        found, count = self.line_statistics(lines), len(lines.hypotheses)
+        rows = getattr(found, "rows", None)
+        if not isinstance(rows, np.ndarray) or len(rows) != count:
+            raise ConfigError(
+                f"line_statistics of {type(self).__name__} returned no LineStatistics with an "
+                f"array of {counted(count, 'row')}, one per line. Correct it."
+            )
+        return found
+
     def of_corpus(self, rows: Rows) -> float:
-        """Return the score of all lines together."""
+        """Return the score of all lines together; ConfigError if it is no number."""
         sums = rows.reshape(len(rows), -1).sum(axis=0, dtype=np.float64)
-        return float(self.of_sums(sums[None], lines=len(rows))[0])
+        score = self.of_sums(sums[None], lines=len(rows))
+        if np.shape(score) != (1,) or not np.isfinite(score[0]):
+            raise ConfigError(
+                f"of_sums of {type(self).__name__} returned no finite number per row of sums. "
+                "Correct it."
+            )
+        return float(score[0])
 
     def caveats(self) -> list[str]:
         """Return warnings for the report."""

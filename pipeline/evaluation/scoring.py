@@ -102,7 +102,7 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
     lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
     assert len(lines.hypotheses) == len(lines.references) > 0
     covering = [score for score in task.scores if score.covers(task.direction)]
-    measured = {one.column.name: one.line_statistics(lines) for one in covering}
+    measured = {one.column.name: one.checked_statistics(lines) for one in covering}
     values = {one.column.name: one.of_corpus(measured[one.column.name].rows) for one in covering}
     is_scored = task.bleu in covering
     bleu = (

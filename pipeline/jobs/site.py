@@ -44,14 +44,14 @@ def _on_one_line(text: str) -> str:
     return text
 
 
-_OWN_VARIABLES = "MMNMT_SETUP MMNMT_CONTAINER MMNMT_THREADS MMNMT_MAX_RESTARTS".split()
+OWN_VARIABLES = "MMNMT_SETUP MMNMT_CONTAINER MMNMT_THREADS MMNMT_MAX_RESTARTS".split()
 """Variables by which settings reach the job script."""
 
 
 def _named(variables: dict[str, str]) -> dict[str, str]:
     """Refuse names that bash would not take for a variable, and variables that submit sets."""
     for name in variables:
-        if name in _OWN_VARIABLES:
+        if name in OWN_VARIABLES:
             raise ValueError(f"mmnmt submit sets {name} itself. Leave it out")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             fix = "Write letters from A to Z, digits and _"
@@ -89,11 +89,12 @@ def _in_words(value: object) -> object:
 
 Words = Annotated[tuple[Line, ...], BeforeValidator(_in_words)]
 
-_OWN_OPTIONS = {
-    **{"array": "a", "chdir": "D", "comment": "", "cpus-per-task": "c", "dependency": "d"},
-    **{"error": "e", "job-name": "J", "kill-on-invalid-dep": "", "no-requeue": "", "nodes": "N"},
-    **{"ntasks": "n", "ntasks-per-node": "", "open-mode": "", "output": "o", "requeue": ""},
-    **{"test-only": "", "wrap": ""},
+OWN_OPTIONS = {
+    **{"array": "a", "chdir": "D", "clusters": "M", "comment": "", "cpus-per-task": "c"},
+    **{"dependency": "d", "error": "e", "export": "", "export-file": "", "job-name": "J"},
+    **{"kill-on-invalid-dep": "", "no-requeue": "", "nodes": "N", "ntasks": "n"},
+    **{"ntasks-per-node": "", "open-mode": "", "output": "o", "requeue": "", "test-only": ""},
+    **{"wait": "W", "wrap": ""},
 }
 """Long name → letter of the options of sbatch that contradict what ``submit`` passes or expects."""
 
@@ -102,8 +103,8 @@ def _not_own(words: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse options of sbatch that would replace what the job needs: the last of two holds."""
     for word in words:
         long, letter = word.partition("=")[0].removeprefix("--"), word[1:2]
-        is_long = word.startswith("--") and long in _OWN_OPTIONS
-        if is_long or (re.match("-[^-]", word) and letter in _OWN_OPTIONS.values()):
+        is_long = word.startswith("--") and long in OWN_OPTIONS
+        if is_long or (re.match("-[^-]", word) and letter in OWN_OPTIONS.values()):
             raise ValueError(f"mmnmt submit sets {shown(word)} itself. Leave it out")
     return words
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from pipeline.errors import SchedulerError
 from pipeline.jobs.sbatch import Request
+from pipeline.jobs.site import OWN_OPTIONS, OWN_VARIABLES
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a command of SLURM may take."""
@@ -26,7 +27,12 @@ _ENDED = {
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 """States in which a job stays. A preempted job that is requeued waits as ``PENDING``."""
-_RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_RUNS = {
+    *("COMPLETING", "CONFIGURING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED"),
+    "SUSPENDED",
+}
+_SILENCE = re.compile("Unable to contact|timed out|temporarily|Zero Bytes|Connection refused")
+"""Answers of an sbatch that reaches no controller."""
 _FIELD = re.compile(
     r"(?:^| )(JobName|Comment|JobState|Reason|Restarts|SubmitTime|StartTime|EndTime)=(\S*)"
 )
@@ -42,7 +48,9 @@ _REASONS = {
     "PartitionConfig": "no node of the partition is as large as it asks for",
     "BadConstraints": "no node of the partition is as large as it asks for",
     "BeginTime": "it was requeued and starts again soon",
+    "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "job_requeued_in_held_state": "it is held: `scontrol release` lets it go",
     "launch_failed_requeued_held": "its launch failed and it is held: `scontrol release` retries",
     "PartitionTimeLimit": "it asks for more time than the partition allows",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows",
@@ -112,13 +120,19 @@ class Scheduler:
                 ``find`` tells.
         """
         answer = self._ask(request.command(), environment=request.environment)
-        job_id = re.match(r"\d+", answer.stdout)
-        if answer.returncode != 0 or job_id is None:
-            raise SchedulerError(
-                f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the "
-                "site file or the stage's job settings."
-            )
-        return job_id[0]
+        # The sbatch of a site may print a greeting first.
+        job_ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer.stdout, re.MULTILINE)
+        if answer.returncode == 0 and job_ids:
+            return str(job_ids[-1])
+        if _SILENCE.search(answer.stderr):
+            raise self._silent("sbatch", _said(answer))
+        later = ""
+        if "limit" in answer.stderr.lower():
+            later = ", or submit again when fewer jobs wait if their number is the limit"
+        raise SchedulerError(
+            f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the site "
+            f"file or the stage's job settings{later}."
+        )
 
     def job(self, job_id: str) -> SlurmJob | None:
         """Return a job; None if neither SLURM nor its accounting knows it.
@@ -217,12 +231,19 @@ class Scheduler:
 
 
 def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of a job, which sbatch would read."""
-    kept = ("SLURM_CONF",)
+    """Return the environment without variables that change jobs or answers of SLURM's commands.
+
+    These are variables of a job, the site's of an earlier shell, filters of squeue and sacct, and
+    options of sbatch, which override ``#SBATCH`` lines: a site may set ``SBATCH_EXPORT=NONE``.
+    """
+    kept = ("SLURM_CONF", "SLURM_JWT")  # the latter is a password
+    own = {f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS}
+    dropped = {"SBATCH_ARRAY_INX", *own, *OWN_VARIABLES}
+    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SACCT_")
     return {
         name: value
         for name, value in environment.items()
-        if name in kept or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))
+        if name in kept or not (name in dropped or name.startswith(prefixes))
     }
 
 
@@ -234,7 +255,7 @@ def _parsed(job_id: str, text: str) -> SlurmJob | None:
     if "JobState" not in fields:
         return None
     state, reason = fields["JobState"], fields.get("Reason", "")
-    entered = "SubmitTime" if state == "PENDING" else "StartTime" if state in _RUNS else "EndTime"
+    entered = "EndTime" if state in _ENDED else "StartTime" if state in _RUNS else "SubmitTime"
     return SlurmJob(
         id=job_id,
         state=state,

@@ -8,7 +8,7 @@ Extensions add variants without a change here (:mod:`pipeline.model.extension`).
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
@@ -147,7 +147,7 @@ def build_model(
 
     Raises:
         ConfigError: the memory does not suffice, a kernel of the device does not support the
-            model's widths, or a module has a buffer that nothing sets.
+            model's widths, or a module has values that checkpoints lack.
     """
     device = device or torch.device("cpu")
     if spec.model.moe is not None:
@@ -159,6 +159,7 @@ def build_model(
             spec, regularization=regularization, expert_parallel=expert_parallel
         )
         model.to(dtype)
+    _refuse_what_is_not_stored(model)
     try:
         allocate(model, device)
     except RuntimeError as error:
@@ -180,6 +181,25 @@ def build_model(
                 "a parameter, with requires_grad=False if it is constant."
             )
     return model.to(dtype)
+
+
+def _refuse_what_is_not_stored(model: nn.Module) -> None:
+    """Refuse tensors of a variant for which training or checkpoints have no place."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            raise ConfigError(f"{name} is the parameter {first}, too. Use it under one name.")
+        if not parameter.shape:
+            raise ConfigError(f"{name} is a parameter without dimensions. Give it the shape (1,).")
+    own = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
+    for prefix, module in model.named_modules():
+        for name, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, Tensor) and id(value) not in own:
+                raise ConfigError(
+                    f"{prefix}.{name} is a tensor outside of the parameters, which checkpoints "
+                    "lack. Make it a parameter, with requires_grad=False if it is constant."
+                )
 
 
 def allocate(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:

@@ -88,6 +88,10 @@ class Passage:
         self._tokens = tokens
         self._recomputes = recomputes
 
+    def count_left(self) -> int:
+        """Return the number of layers that have not run yet."""
+        return len(self._left)
+
     def through(
         self,
         x_ND: Tensor,

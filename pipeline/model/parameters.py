@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed import process
+from pipeline.errors import ConfigError
 from pipeline.model.building import shape_of_model
 from pipeline.model.extension import AddedTensor, extensions
 from pipeline.model.moe.experts import StackedModules
@@ -55,7 +56,13 @@ def initialize(
     # By name: a rank draws its own experts' values without those of the other ranks.
     generator = named_generator("initialize", seed, name)
     if isinstance(owner, InitializesItself):
-        return owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
+        made = owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
+        if getattr(made, "shape", None) != shape:
+            raise ConfigError(
+                f"initial_value of {type(owner).__name__} returned no tensor of the shape "
+                f"{tuple(shape)} for {name}. Correct it."
+            )
+        return made
     width = spec.model.width
     if name.startswith("embedding.") and name.endswith("_scale"):
         return torch.full(shape, width**0.5)
@@ -70,7 +77,7 @@ def initialize(
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if len(shape) < 2 and not name.endswith(".bias"):
-        raise ValueError(
+        raise ConfigError(
             f"{name} {tuple(shape)} is no weight or bias of a linear layer. Give its module a "
             "method initial_value (InitializesItself)."
         )

@@ -36,6 +36,18 @@ def built(result: object, builder: str, kind: str) -> nn.Module:
     raise ConfigError(f"{builder} has no case for {kind!r} that returns a torch.nn.Module. Add it.")
 
 
+def same_shape(result: object, like_ND: Tensor, maker: object) -> Tensor:
+    """Return the states that a variant made; ConfigError if they have not the shape of others."""
+    if isinstance(result, Tensor) and result.shape == like_ND.shape:
+        return result
+    found = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    name = type(getattr(maker, "__self__", maker)).__name__
+    raise ConfigError(
+        f"{name} returned {found} where states {tuple(like_ND.shape)} are wanted. Correct its "
+        "forward."
+    )
+
+
 @dataclass(frozen=True)
 class Regularization:
     """Rates of ``TrainingConfig``, applied in training only; no part of a model's spec."""
@@ -222,6 +234,7 @@ class Sublayer:
             y_ND, bias_D = (y_ND if bias_D is None else y_ND + bias_D), None
             y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
             gates = gates if gate_N is None else (*gates, gate_N)
+        y_ND = same_shape(y_ND, entered_ND, self.after or f)
         return Residual(x_ND, x.tokens, y_ND, bias_D, self.norm, record or x.record, gates)
 
 
@@ -229,11 +242,11 @@ def _parts_of(
     result: Tensor | Unbiased | tuple[Tensor, RoutingRecord],
 ) -> tuple[Tensor, Tensor | None, RoutingRecord | None]:
     """Return the result of an inner function, the bias to add to it, and its routing."""
-    if isinstance(result, Tensor):
-        return result, None, None
     if isinstance(result, Unbiased):
         return *result, None
-    return result[0], None, result[1]
+    if isinstance(result, tuple) and len(result) == 2:
+        return result[0], None, result[1]
+    return result, None, None  # what is no tensor is refused later
 
 
 Layer = Callable[..., Residual]

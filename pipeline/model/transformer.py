@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
+from pipeline.errors import ConfigError
 from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.pointwise import JointParameters, dropped, joins_parameters
@@ -51,8 +52,10 @@ from pipeline.model.sublayer import (
     ResidualNorm,
     Sublayer,
     run_layer,
+    same_shape,
 )
 from pipeline.model.tokens import ReadsFloat32, Tokens
+from pipeline.terminal import counted
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""
@@ -342,7 +345,12 @@ class Transformer(Trained):
         layers = self._encoder_layers()
         passage = Passage(layers, packing, tokens, recomputes=self._recomputes_now)
         source = Source(ids_N, packing, tokens, self.embedding, begins_N)
-        x_ND = self.front(x_ND, source, passage)
+        x_ND = same_shape(self.front(x_ND, source, passage), x_ND, self.front)
+        if left := passage.count_left():
+            raise ConfigError(
+                f"{type(self.front).__name__} left {counted(left, 'layer')} of the encoder out. "
+                "Take the states through all, by `passage.through`."
+            )
         return self.encoder.leave(x_ND), passage.reports
 
     def _encoder_layers(self) -> list[Layer]:

@@ -6,15 +6,18 @@ function here, a name in ``LossConfig.objective`` and a case of :func:`training_
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.batching.batch import AnyBatch
-from pipeline.errors import without_case
+from pipeline.errors import ConfigError, without_case
 from pipeline.kernels.logits import summed_cross_entropy, summed_divergence
 from pipeline.model.moe.routing import RoutingRecord, z_loss
+from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.transformer import Output, Trained
+from pipeline.terminal import counted
 from pipeline.training.settings import LossConfig
 
 GATE_BUDGET = 0.3
@@ -88,6 +91,13 @@ def training_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
     """Return the configured loss of a micro-batch; ``progress``: share of training done."""
+    terms = _configured_loss(model, batch, config, progress=progress)
+    return checked(terms, config.objective, layers=len(moe_layer_names(model.spec)))
+
+
+def _configured_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
+) -> LossTerms:
     match config.objective:
         case "fuse_distillation":
             return fuse_distillation_loss(model, batch, config, progress=progress)
@@ -95,6 +105,29 @@ def training_loss(
             return translation_loss(model, batch, config, progress=progress)
         case unknown:
             raise without_case("training_loss", unknown)
+
+
+def checked(terms: LossTerms, objective: str, *, layers: int) -> LossTerms:
+    """Return the terms of a loss; ConfigError if they would fail later, far from its code.
+
+    ``layers`` is the number of the model's MoE layers.
+    """
+    for name in ("objective", "cross_entropy", "balance"):
+        value: Any = getattr(terms, name, None)
+        may_lack_gradient = name != "objective" or not torch.is_grad_enabled()
+        is_scalar = isinstance(value, Tensor) and not value.shape
+        if not is_scalar or not (may_lack_gradient or value.requires_grad):
+            raise ConfigError(
+                f"The loss {objective!r} returned a {type(terms).__name__} in which {name} is no "
+                f"{'differentiable ' if name == 'objective' else ''}tensor without dimensions. "
+                "Return LossTerms, for example of loss_terms."
+            )
+    if len(terms.routing) != layers:
+        raise ConfigError(
+            f"The loss {objective!r} returned routing of {counted(len(terms.routing), 'layer')}, "
+            f"where the model has {counted(layers, 'MoE layer')}. Return output.routing."
+        )
+    return terms
 
 
 def translation_loss(

@@ -259,8 +259,14 @@ def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
     ]
     state = make_state(tmp_path / "state", pieces)
     for target, words in (
-        (Target("exp_avg", "a", 0, torch.zeros(7)), "has 5 of 7 values of exp_avg of a"),
-        (Target("exp_avg", "b", 0, torch.zeros(1)), "has 0 of 1 values of exp_avg of b"),
+        (
+            Target("exp_avg", "a", 0, torch.zeros(7)),
+            r"has 5 of 7 values .* a\. Restore it",
+        ),
+        (
+            Target("exp_avg", "b", 0, torch.zeros(1)),
+            r"has 0 of 1 values .* code of the model",
+        ),
         (Target("master", "a", 0, torch.zeros(2)), "master:a:0 has values that are not finite"),
     ):
         with pytest.raises(CheckpointError, match=words):

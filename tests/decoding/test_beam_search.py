@@ -379,6 +379,18 @@ def test_the_huggingface_rule_finds_what_generate_finds(
     torch.testing.assert_close(scores, generated.sequences_scores, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("result", [None, torch.ones(3), torch.ones(3, 3, dtype=torch.bool)])
+def test_a_stopping_rule_that_decides_nothing_is_named(
+    result: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = "pipeline.decoding.hypotheses.FairseqRule.is_done"
+    monkeypatch.setattr(rule, lambda *_, **__: result)
+    model = model_of("dense")
+    sources = [source_of(one) for one in random_examples(model.spec, sentences=3, seed=1)]
+    with pytest.raises(ConfigError, match="is_done of FairseqRule returned a"):
+        beam_search_n_best(model, sources, DecodingConfig(beam_size=2), eos_id=EOS_ID)
+
+
 def strip(tokens: list[int]) -> tuple[int, ...]:
     """Remove start, tag, end-of-sentence and padding from a sequence of the peer."""
     return tuple(token for token in tokens[2:] if token not in (EOS_ID, PAD_ID))

@@ -2,12 +2,24 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.corpora import writing
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.evaluation.scores import describe_directions, find_pivot
+from pipeline.artifacts.corpus import Direction
+from pipeline.errors import ConfigError
+from pipeline.evaluation.scores import (
+    Floats,
+    LineCount,
+    LineStatistics,
+    Score,
+    TranslatedLines,
+    describe_directions,
+    find_pivot,
+)
 
 
 def corpus(
@@ -106,3 +118,35 @@ def test_machine_translations_count_apart_for_the_direction_that_they_train(tmp_
     assert {str(one.direction): (one.training_lines, one.synthetic_lines) for one in profiles} == {
         **{"de-en": (9, 50), "en-de": (9, 0), "de-fr": (0, 7), "fr-de": (0, 30)}
     }
+
+
+class OddScore(Score):
+    """Returns what a test wants."""
+
+    def __init__(self, statistics: object = None, sums: object = None) -> None:
+        self.statistics, self.sums = statistics, sums
+
+    def line_statistics(self, lines: TranslatedLines) -> Any:  # noqa: ARG002 (one signature)
+        return self.statistics
+
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Any:  # noqa: ARG002 (one signature)
+        return self.sums
+
+
+@pytest.mark.parametrize(
+    "statistics",
+    [
+        *(None, np.ones((2, 1)), LineStatistics(np.ones((1, 1)))),
+        LineStatistics([[1], [2]]),  # type: ignore[arg-type]
+    ],
+)
+def test_a_score_without_statistics_of_every_line_is_named(statistics: object) -> None:
+    lines = TranslatedLines(Direction("de", "en"), ["a", "b"], ["a", "b"], list)
+    with pytest.raises(ConfigError, match=r"OddScore returned no LineStatistics .* of 2 rows"):
+        OddScore(statistics).checked_statistics(lines)
+
+
+@pytest.mark.parametrize("sums", [None, 3.0, np.ones((1, 2)), np.array([np.nan])])
+def test_a_score_that_is_no_number_is_named(sums: object) -> None:
+    with pytest.raises(ConfigError, match="of_sums of OddScore returned no finite number"):
+        OddScore(sums=sums).of_corpus(np.ones((2, 1)))

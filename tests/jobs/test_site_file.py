@@ -172,7 +172,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ('options = ["--a", ""]\n[node]\ncpus = 8', 'options (item 2) is "". Write a line of text'),
         *(
             (f"options = ['--x', '{word}']\n[node]\ncpus = 8", f"sets {word} itself. Leave it out")
-            for word in ("--nodes=2", "-N2", "--job-name", "--output=x", "--requeue", "-n")
+            for word in ("-N2", "--job-name", "--requeue", "-Mx", "--wait", "--export=NONE")
         ),
         ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),
         ('[node]\ncpus = 8\n[cpu]\nqos = ""\nnode = { cpus = 8 }', 'cpu.qos is "". Write a line'),

@@ -214,6 +214,48 @@ def test_the_next_call_goes_on_after_a_refusal(slurm: FakeSlurm, out: Path) -> N
     assert set(slurm.live()) == {task.name for task in graph(out).tasks}
 
 
+def answers(slurm: FakeSlurm, name: str, script: str) -> None:
+    (slurm.bin / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Unable to contact slurm controller (connect failure)", "controller may be down"),
+        ("Socket timed out on send/recv operation", "controller may be down"),
+        ("Job violates policy (job submit limit, user's size)", "when fewer jobs wait"),
+        ("Invalid partition name specified", "Correct the site file or the stage's job settings."),
+    ],
+)
+def test_a_refusal_says_what_to_do(slurm: FakeSlurm, out: Path, said: str, told: str) -> None:
+    answers(slurm, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(SchedulerError) as refused:
+        submit(one_stage(out))
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", ["Welcome to 12 nodes\\n7;big", "7;big", "7\\n"])
+def test_the_id_of_a_job_stands_on_a_line_of_its_own(
+    slurm: FakeSlurm, out: Path, answer: str
+) -> None:
+    answers(slurm, "sbatch", f"printf '{answer}\\n'")
+    assert submit(one_stage(out)) == ["corpus: submitted as job 7 (missing)"]
+
+
+def test_variables_of_the_shell_change_neither_jobs_nor_answers(
+    slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site may set options of sbatch, which override those of the job script."""
+    dropped = "SBATCH_EXPORT SBATCH_OPEN_MODE SBATCH_CLUSTERS SQUEUE_STATES MMNMT_CONTAINER"
+    kept = {"SBATCH_RESERVATION", "SLURM_JWT", "SLURM_CONF"}
+    for name in (*dropped.split(), *kept):
+        monkeypatch.setenv(name, "x")
+    answers(slurm, "sbatch", f"env > '{out}.env'; echo 7")
+    submit(one_stage(out))
+    lines = Path(f"{out}.env").read_text(encoding="utf-8").splitlines()
+    assert {line.partition("=")[0] for line in lines if line.endswith("=x")} == kept
+
+
 def test_what_is_made_is_skipped_and_not_waited_for(slurm: FakeSlurm, tmp_path: Path) -> None:
     resolved = tiny(tmp_path).chosen(only=["corpus"])
     make(resolved)
@@ -601,6 +643,12 @@ def test_status_tells_why_stages_wait_or_ended(slurm: FakeSlurm, out: Path) -> N
     assert found["lengths"].startswith(f"lengths canceled {ids['lengths']}.0")
     assert "log" not in found["lengths"].split(), "it never started"
     assert "a limit of the account" in found["tokenizer"]
+    for state, shown_as, hour in (("CONFIGURING", "running", 11), ("REQUEUE_HOLD", "waiting", 10)):
+        slurm.become(ids["dense"], state, reason="job_requeued_in_held_state")
+        line = status(graph(out))["dense"]
+        since = datetime(2026, 11, 23, hour).astimezone(UTC).isoformat(timespec="seconds")
+        assert f"dense {shown_as} {ids['dense']}.0 {since}" in line
+    assert line.endswith("it is held: `scontrol release` lets it go")
     assert "down, drained or reserved" in found["shards"]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from support.stored_checkpoints import weights_of as values
 from support.tiny_models import PAD_ID, tiny_spec
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from pipeline.errors import ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.parameters import initialize, initialize_weights, named_slices, tensor_shapes
@@ -186,5 +187,14 @@ def test_biases_start_at_zero_and_norms_as_the_identity() -> None:
 
 
 def test_a_parameter_that_no_rule_covers_is_named_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"front\.factor \(16,\) .* method initial_value"):
+    with pytest.raises(ConfigError, match=r"front\.factor \(16,\) .* method initial_value"):
         initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1)
+
+
+@pytest.mark.parametrize("made", [None, torch.zeros(3)])
+def test_an_initial_value_of_another_shape_is_named(made: Tensor | None) -> None:
+    owner = nn.Module()
+    owner.initial_value = lambda *_, **__: made  # type: ignore[assignment]
+    told = r"initial_value of Module returned no tensor of the shape \(16,\) for front\.factor"
+    with pytest.raises(ConfigError, match=told):
+        initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1, owner=owner)

@@ -1,6 +1,8 @@
 """The objective against PyTorch's losses and against single predictions."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.moe.routing import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import training_loss, translation_loss
+from pipeline.training.losses import LossTerms, training_loss, translation_loss
 from pipeline.training.settings import LossConfig
 
 
@@ -101,3 +103,27 @@ def test_an_objective_without_a_case_is_no_loss_of_none(name: str) -> None:
     batch = collate(random_examples(tiny_spec(), sentences=2, seed=1), eos_id=EOS_ID)
     with pytest.raises(ConfigError, match=f"no case for {name!r}"):
         training_loss(tiny_model(tiny_spec()), batch, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda terms: terms.objective, "a Tensor in which objective is no"),
+        (lambda _: None, "a NoneType in which objective is no"),
+        (lambda terms: replace(terms, objective=terms.objective.detach()), "objective is no diff"),
+        (lambda terms: replace(terms, objective=terms.objective.expand(3)), "objective is no diff"),
+        (lambda terms: replace(terms, cross_entropy=2.5), "a LossTerms in which cross_entropy"),
+        (lambda terms: replace(terms, routing=()), "routing of 0 layers, where the model has 2"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(
+    change: Callable[[LossTerms], object], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(*given: Any, **options: Any) -> object:
+        return change(translation_loss(*given, **options))
+
+    monkeypatch.setattr("pipeline.training.losses._configured_loss", loss)
+    spec = tiny_spec(moe=MoEConfig(num_experts=4))
+    batch = collate(random_examples(spec, sentences=2, seed=1), eos_id=EOS_ID)
+    with pytest.raises(ConfigError, match=f"The loss 'cross_entropy' returned .*{told}"):
+        training_loss(tiny_model(spec), batch, LossConfig())

@@ -7,6 +7,7 @@ Legend: N real tokens, D model width, E experts, R kept routes.
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
@@ -79,7 +80,7 @@ class MixtureOfExperts(nn.Module):
                 continue  # weights are given, or follow from the logits
             # Experts are indices; an index in floating point would fail in a kernel.
             is_other_kind = isinstance(value, Tensor) and (
-                value.is_floating_point() == (name == "expert_NC")
+                value.is_floating_point() == (name == "expert_NC") or value.dtype == torch.bool
             )
             shape = getattr(value, "shape", None)
             if shape != wanted or is_other_kind:

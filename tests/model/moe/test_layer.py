@@ -1,5 +1,6 @@
 """The mixture of experts: against the dense layer, against a loop over tokens, and its balance."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -110,10 +111,17 @@ def test_a_router_that_returns_another_shape_is_named(
     assert f"with {name} {shape}; a Routing of 9 tokens has {wanted}." in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["expert_NC", "made_weight_NC"])
-def test_a_router_that_returns_numbers_of_another_kind_is_named(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("expert_NC", dtype) for dtype in (torch.float32, torch.bool)),
+        *(("made_weight_NC", dtype) for dtype in (torch.int64, torch.bool)),
+    ],
+)
+def test_a_router_that_returns_numbers_of_another_kind_is_named(
+    name: str, dtype: torch.dtype
+) -> None:
     layer = moe_layer(MoEConfig(num_experts=4))
-    dtype = torch.float32 if name == "expert_NC" else torch.int64
     layer.router = WrongRouter(**{name: torch.zeros((9, 2), dtype=dtype)})
     with pytest.raises(ConfigError, match=f"with {name} of {dtype}; a Routing of 9 tokens has"):
         layer(*random_tokens(9))
@@ -161,17 +169,66 @@ def test_a_front_end_without_a_case_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         moe_layer(MoEConfig(num_experts=4))
 
 
-def test_a_buffer_of_a_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would have no value after loading, and checkpoints would not have it."""
+def on_cpu() -> Tensor:
+    return torch.zeros(4, device="cpu")
 
-    def with_buffer(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:
+
+@pytest.mark.parametrize(
+    ("add", "told"),
+    [
+        (lambda router: router.register_buffer("load", torch.zeros(4)), "load is a buffer"),
+        (lambda router: router.register_buffer("load", on_cpu()), "load is a tensor outside"),
+        (lambda router: setattr(router, "scale", torch.ones(4)), "scale is a tensor outside"),
+        (lambda router: setattr(router, "scale", on_cpu()), "scale is a tensor outside"),
+        (lambda router: setattr(router, "twin", router.weight), r"twin is the parameter .*weight,"),
+        (
+            lambda router: setattr(router, "heat", nn.Parameter(torch.ones(()))),
+            "heat .* dimens",
+        ),
+    ],
+)
+def test_what_checkpoints_or_training_cannot_hold_is_refused(
+    add: Callable[[nn.Module], None], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer would have no value after loading, and checkpoints would not have it."""
+
+    def with_more(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:
         router = build_router(spec, moe, side=side)
-        router.register_buffer("load", torch.zeros(moe.num_experts))
+        add(router)
         return router
 
-    monkeypatch.setattr("pipeline.model.moe.layer.build_router", with_buffer)
-    with pytest.raises(ConfigError, match=r"encoder\.layers\.0\.feed_forward\.router\.load is a"):
+    monkeypatch.setattr("pipeline.model.moe.layer.build_router", with_more)
+    with pytest.raises(ConfigError, match=rf"encoder\.layers\.0\.feed_forward\.router\.{told}"):
         moe_layer(MoEConfig(num_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda x_ND: x_ND[:, :3], r"returned \(\d+, 3\) where states"),
+        (lambda x_ND: x_ND[1:], r"returned \(\d+, \d+\) where states"),
+        (lambda _: None, "returned a NoneType where states"),
+    ],
+)
+@pytest.mark.parametrize("place", ["encoder.layers.0.feed_forward", "front"])
+def test_a_module_that_returns_no_states_is_named(
+    place: str, made: Callable[[Tensor], object], told: str
+) -> None:
+    model = tiny_model(tiny_spec())
+    module = model.get_submodule(place)
+    module.forward = lambda x_ND, *_: made(x_ND)
+    batch = collate(random_examples(model.spec, sentences=2, seed=1), eos_id=EOS_ID)
+    with pytest.raises(ConfigError, match=f"{type(module).__name__} {told}"):
+        model(batch)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_front_end_that_leaves_layers_out_is_named(count: int) -> None:
+    model = tiny_model(tiny_spec())
+    model.front.forward = lambda x_ND, _, passage: passage.through(x_ND, count)
+    batch = collate(random_examples(model.spec, sentences=2, seed=1), eos_id=EOS_ID)
+    with pytest.raises(ConfigError, match=f"SubwordFront left {2 - count} layers? of the encoder"):
+        model(batch)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
