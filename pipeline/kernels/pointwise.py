@@ -37,8 +37,8 @@ SUMMING_COLUMNS = 8
 """Equal columns of the value 1, of which a product sums the rows of a matrix: the fewest with
 aligned memory.
 
-They lie in memory as the inputs of a layer do, whose product makes the gradient of the weight.
-Neither factor is read along the rows, which would be aligned only for a multiple of 8 rows."""
+They lie in memory as the inputs of a layer do, from which a product makes the gradient of the
+weight. Neither factor is read along the rows, which is aligned only for a multiple of 8."""
 LEAST_ONES = 4096
 """Least rows of such columns, which the passes of a model share: 64 KiB."""
 MAX_BLOCK = 1024

@@ -44,10 +44,10 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
     "pipeline data_prep": 59_646,  # 46,000: all of the above
-    "tests": 70_821,  # 49,000: with the next three
-    "tests/bench": 3_900,  # 3,600
-    "tests/support": 5_203,  # 3,000
-    "tests/whole": 7_294,  # 4,500
+    "tests": 66_785,  # 49,000: with the next three
+    "tests/bench": 3_873,  # 3,600
+    "tests/support": 5_184,  # 3,000
+    "tests/whole": 6_874,  # 4,500
     "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -68,7 +68,7 @@ IDIOMS = {
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.09,  # 0.1
     r"whose": 0.47,  # 0.6
-    r"one of|ones|the one": 0.76,  # 0.9
+    r"one of|ones|the one": 0.74,  # 0.9
     r"so that": 0.45,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
@@ -89,6 +89,24 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/evaluation", 21, "someone whose own score returns no numbers"),
+    ("data_prep", 38, "someone whose columns or untagged segments were left out"),
+    ("pipeline/artifacts", 9, "someone whose artifact has other contents than its stage writes"),
+    ("pipeline/jobs", 65, "someone whose site file contradicts a submission"),
+    ("pipeline/kernels", 90, "someone whose experts lie on eight GPUs"),
+    ("pipeline/decoding", 12, "someone whose own stopping rule decides nothing"),
+    ("pipeline/training", 38, "someone whose own loss returns something else"),
+    ("pipeline/checkpoints/foreign", 40, "someone who imports a vocabulary with added words"),
+    ("pipeline/model", 53, "someone who adds a router, a front end or a feed-forward"),
+    ("pipeline/checkpoints", 7, "someone who imports an export of ours"),
+    ("pipeline/extensions/tasks", 1, "someone whose model has values that are no numbers"),
+    ("pipeline/batching", 1, "someone whose artifact has other contents than its stage writes"),
+    ("pipeline/distributed", 12, "someone whose rank is outside of its world"),
+    ("pipeline", 6, "someone whose variant lacks a case"),
+    ("pipeline/serving", 2, "someone who stops a server twice"),
+    ("pipeline data_prep", 395, "someone who adds variants, imports or submits"),
+    ("pages", 3, "someone who asks what a GPU launches"),
+    ("error messages", 15, "someone whose variant returns something else"),
     ("pipeline/decoding", 42, "someone who translates on a GPU waits for the steps of a search"),
     ("pipeline/training", 12, "someone who trains on a GPU: a loss's factor read all logits again"),
     ("pipeline/training", 7, "someone whose recorded recipe has a setting that went"),
