@@ -383,6 +383,7 @@ MODULES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 """Language modules → overlay, settings and the most launches; two passes for distillation."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["a100", "h100"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(

@@ -160,6 +160,7 @@ TOPOLOGIES = [(DENSE, 2, 1), (SPEC, 1, 1), (SPEC, 2, 2), (SPEC, 4, 2)]
 """Model, ranks and ranks that share experts; the last has copies of each share."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("spec", "size", "parallel_size"),
