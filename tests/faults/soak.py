@@ -114,7 +114,11 @@ class Soak:
 
     def _being_written(self) -> set[str]:
         places = (".*.unfinished", "*.run/states/.*.unfinished", "*.run/.*.unfinished")
-        return {str(path) for place in places for path in self._out_dir.glob(place)}
+        found = set[str]()
+        for place in places:
+            with suppress(FileNotFoundError):  # a folder was removed meanwhile
+                found.update(map(str, self._out_dir.glob(place)))
+        return found
 
     def _signal_one(self, process: BaseProcess) -> None:
         """Signal a process of the plan; a stopped one goes on after a while."""

@@ -44,7 +44,7 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
     "pipeline data_prep": 59_646,  # 46,000: all of the above
-    "tests": 66_787,  # 49,000: with the next three
+    "tests": 66_791,  # 49,000: with the next three
     "tests/bench": 3_873,  # 3,600
     "tests/support": 5_184,  # 3,000
     "tests/whole": 6_874,  # 4,500
