@@ -81,8 +81,7 @@ def run_plan(
         0; the exit code of the stage that failed.
 
     Raises:
-        ConfigError: an input of the plan is not given, it has no stage that is to be rebuilt, or a
-            training cannot have so many ranks.
+        ConfigError: the plan lacks an input or a stage to rebuild, or its ranks fit no training.
         ArtifactError: another run holds the folder, training would be thrown away, or a stage
             reads from one that is left out and not made yet.
         Interrupted: a signal came, and no stage failed.
@@ -95,9 +94,7 @@ def run_plan(
         def launch_stage(task: Task) -> int:
             return launcher(
                 [*program, *stage_arguments(resolved, task)],
-                processes=task.planned.processes
-                if task.stage.parallel == "ranks" and jobs == 1
-                else 1,
+                processes=_processes_of(task, jobs=jobs),
                 threads=max(1, task.planned.threads // jobs),
                 requests=requests,
             )
@@ -119,15 +116,20 @@ def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str], *, jobs: i
     for task in resolved.tasks:
         refuse_missing_inputs(resolved, task)
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
-        if jobs == 1 and "batches" in task.stage.sections and not task.is_made:
-            _refuse_unfit_ranks(task)
+        if "batches" in task.stage.sections and not task.is_made:
+            _refuse_unfit_ranks(task, processes=_processes_of(task, jobs=jobs))
 
 
-def _refuse_unfit_ranks(task: Task) -> None:
+def _processes_of(task: Task, *, jobs: int) -> int:
+    """Return the processes of a stage, one if several stages run at once."""
+    return task.planned.processes if task.stage.parallel == "ranks" and jobs == 1 else 1
+
+
+def _refuse_unfit_ranks(task: Task, *, processes: int) -> None:
     """Raise ConfigError for ranks that a training would refuse, after the stages before it."""
     recipe = load_recipe(task.recipe or None, task.overrides)
     try:
-        check_ranks(recipe, ranks=processes_here(task.planned.processes, gpus=visible_gpus().count))
+        check_ranks(recipe, ranks=processes_here(processes, gpus=visible_gpus().count))
     except ConfigError as error:
         raise ConfigError(f"Stage {task.name!r}: {error}") from error
 
@@ -371,8 +373,7 @@ def dry_run(
     """Print for each stage whether it would run, and why; start nothing.
 
     Raises:
-        ConfigError: an input of the plan is not given, it has no stage that is to be rebuilt, or a
-            training cannot have so many ranks.
+        ConfigError: the plan lacks an input or a stage to rebuild, or its ranks fit no training.
         ArtifactError: a stage reads from one that is left out and not made yet, or would replace an
             artifact of another kind.
     """

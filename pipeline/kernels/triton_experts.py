@@ -171,8 +171,8 @@ def order_claims(
 ):  # fmt: skip
     """Write tokens by ascending claims, or by position if these are equal, of each micro-batch.
 
-    Each token counts the tokens of its micro-batch that come before it. For a few thousand tokens,
-    this takes less time than the many short kernels of a sort.
+    Each token counts the tokens of its micro-batch that come before it. This is one launch, where a
+    sort of a few thousand tokens is several.
     """
     first, rows = micro_batch(rows_M, num_tokens, tl.program_id(1), MICRO_BATCHES)
     i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)

@@ -553,7 +553,10 @@ def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
     assert all(one.distance < 1e-5 and one.agrees for one in found)
     assert all(one.fused > 0 and one.plain > 0 for one in found)
     original = pointwise.activation_gradients
-    twice = lambda *a: [2 * d for d in original(*a)]  # noqa: E731
+
+    def twice(*given: Any) -> list[Tensor]:
+        return [2 * gradient for gradient in original(*given)]
+
     monkeypatch.setattr(pointwise, "activation_gradients", twice)
     found = list(islice(compare(torch.device("cpu"), sizes, dtype=torch.float32), 2))
     assert [one.agrees for one in found] == [True, False]

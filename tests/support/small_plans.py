@@ -11,9 +11,7 @@ from pipeline.jobs.plan import Plan, ResolvedPlan, load_plan, resolve_plan
 from support.forked import forking
 from support.raw_trees import write
 
-TINY = """
-tokenizer = { kind = "bytes" }
-batches = { tokens = 400, micro_batches = 2, window_steps = 2, evaluation_tokens = 2000 }
+COMMON = """
 optimizer = { warmup_updates = 1 }
 decoding = { beam_size = 1, max_length_ratio = 0.1, max_extra_length = 2 }
 evaluation = { language_accuracy = false }
@@ -23,15 +21,20 @@ updates = 2
 validate_every = 2
 checkpoint_every = 2
 resource_thresholds = {thresholds}
-[corpus]
-languages = []
 [model]
 encoder_layers = 2
 decoder_layers = 2
 width = 16
 feed_forward_width = 32
 num_heads = 2
+"""
+TINY = f"""
+tokenizer = {{ kind = "bytes" }}
+batches = {{ tokens = 400, micro_batches = 2, window_steps = 2, evaluation_tokens = 2000 }}
+{COMMON}
 max_positions = 64
+[corpus]
+languages = []
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.forked import run_command
 from support.page_commands import ROOT, blocks, without_launcher
 from support.raw_trees import flores, write
-from support.small_plans import TINY, as_child, placed_small, write_tree
+from support.small_plans import COMMON, TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
@@ -41,27 +41,13 @@ PARSED_ALONE = ("logs", "cancel")
 """Commands that need jobs of a cluster: their options are looked at alone."""
 FROM_THE_NETWORK = ("hub:",)
 """What a command reads that no test does: its options and its recipe are looked at alone."""
-DEMO = """
-corpus = { max_train_lines = 60, max_valid_lines = 2, max_test_lines = 2 }
-tokenizer = { vocabulary_size = 300 }
-shards = { max_tokens = 100 }
-batches = { tokens = 400, micro_batches = 2, window_steps = 2 }
-optimizer = { warmup_updates = 1 }
-tasks = { max_tokens = 48 }
-decoding = { beam_size = 1, max_length_ratio = 0.1, max_extra_length = 2 }
-evaluation = { language_accuracy = false }
-logging = { every = 1 }
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
-resource_thresholds = {thresholds}
-[model]
-encoder_layers = 2
-decoder_layers = 2
-width = 16
-feed_forward_width = 32
-num_heads = 2
+DEMO = f"""
+corpus = {{ max_train_lines = 60, max_valid_lines = 2, max_test_lines = 2 }}
+tokenizer = {{ vocabulary_size = 300 }}
+shards = {{ max_tokens = 100 }}
+batches = {{ tokens = 400, micro_batches = 2, window_steps = 2 }}
+tasks = {{ max_tokens = 48 }}
+{COMMON}
 """
 BYTES = TINY.replace("num_heads = 2", "num_heads = 8") + "[tests]\nlanguages = []\n"
 
