@@ -15,7 +15,6 @@ import numpy.typing as npt
 from data_prep.settings import GroupsConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import is_synthetic, languages, line_counts
-from pipeline.artifacts.language_groups import GROUPS_NAME
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import ArtifactError, ConfigError
@@ -27,6 +26,7 @@ from pipeline.languages import (
     nearest_codes,
     without_region,
 )
+from pipeline.model.moe.language_groups import GROUPS_NAME
 from pipeline.stage import StageCall
 from pipeline.terminal import LISTED, counted, listed
 

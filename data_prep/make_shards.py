@@ -40,8 +40,7 @@ from pipeline.artifacts.corpus import (
     pair_counts,
     text_name,
 )
-from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.manifest import OTHER_LANGUAGES, run_dir
+from pipeline.artifacts.manifest import OTHER_LANGUAGES, file_records, run_dir
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters

@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.settings import SEGMENTERS
-from pipeline.artifacts.digests import why_no_data
 from pipeline.artifacts.locks import sole_writer
+from pipeline.artifacts.manifest import why_no_data
 from pipeline.artifacts.places import (
     discard_working,
     lock_path,

@@ -20,7 +20,6 @@ from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any, TypeAlias
 
-from pipeline.artifacts.digests import are_intact, file_records, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -30,11 +29,14 @@ from pipeline.artifacts.manifest import (
     Kind,
     Manifest,
     RunRecord,
+    are_intact,
     describe_names,
     digest_of_part,
+    file_records,
     how_to_restore,
     json_digest,
     part_of,
+    raw_digest,
     read_manifest,
     to_json,
 )

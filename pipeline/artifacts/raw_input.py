@@ -17,8 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
-from pipeline.artifacts.digests import entries_below, raw_digest
-from pipeline.artifacts.manifest import InputRecord, json_digest
+from pipeline.artifacts.manifest import InputRecord, entries_below, json_digest, raw_digest
 from pipeline.errors import (
     ConfigError,
     DataError,

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord
-from pipeline.artifacts.digests import write_hashed
+from pipeline.artifacts.manifest import write_hashed
 from pipeline.config.documents import refuse_pipe, refuse_pointer
 from pipeline.config.settings import one_line
 from pipeline.distributed import process

@@ -17,7 +17,6 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     refuse_changed,
 )
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.places import (
@@ -184,7 +183,7 @@ def refuse_unfit_groups(resolved: ResolvedPlan, made: Task) -> None:
     """
     if made.stage.makes != "groups":
         return
-    num_groups = len(set(read_groups(open_artifact(made.out_dir, kind="groups")).values()))
+    num_groups = len(open_artifact(made.out_dir, kind="groups").statistics["groups"])
     for task in resolved.tasks:
         if made.name in task.planned.dependencies() and "model" in task.stage.sections:
             moe = load_recipe(task.recipe or None, task.overrides).model.moe

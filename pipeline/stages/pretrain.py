@@ -19,7 +19,6 @@ from typing import Literal
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction, Resource, language_of, resource_of
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.shards import read_mixture
 from pipeline.artifacts.tokenizer import Tokenizer, tokenizer_folder
@@ -31,6 +30,7 @@ from pipeline.errors import ConfigError
 from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
 from pipeline.languages import parts_words_by_spaces
 from pipeline.model.building import build_model
+from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.parameters import cost_without_experts, initialize_weights
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 from pipeline.model.sublayer import Regularization

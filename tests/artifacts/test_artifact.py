@@ -20,7 +20,7 @@ from support.forked import started_code
 from support.raw_trees import write
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import digests
+from pipeline.artifacts import manifest as manifests
 from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -404,7 +404,7 @@ def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
 
     def file_records(paths: list[Path]) -> dict[Path, FileRecord]:
         read.extend(path.name for path in paths)
-        return digests.file_records(paths)
+        return manifests.file_records(paths)
 
     def no_links(*_: object) -> None:
         raise OSError(errno.EXDEV, "other file system")

@@ -1,23 +1,42 @@
-"""Manifests: safe names, declared files, and differences of settings by their path."""
+"""Manifests: safe names, digests of files and artifacts on several ranks, changed settings."""
 
 import json
+import os
 import re
 import tarfile
+import threading
+import time
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import writing
+from support.process_pool import ProcessPool
 
 from pipeline import cli
-from pipeline.artifacts.artifact import ArtifactWriter, open_artifact, read_manifest
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import manifest as manifests
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    changed_files,
+    check_together,
+    open_artifact,
+    read_manifest,
+    refuse_changed,
+)
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MARKER_NAME,
     describe_name,
     describe_names,
+    file_records,
+    write_hashed,
 )
 from pipeline.config.recipe import (
     Recipe,
@@ -26,6 +45,8 @@ from pipeline.config.recipe import (
     with_defaults,
     without_settings,
 )
+from pipeline.distributed import process
+from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
 NOT_WITHIN = [
@@ -215,3 +236,301 @@ def test_a_vocabulary_of_before_there_was_a_choice_is_up_to_date_by_today(wanted
     made = {"tokenizer": {**today["tokenizer"], "normalization": other}}
     found = setting_changes(with_defaults(made, sections=("tokenizer",)), today)
     assert found == [f"tokenizer.normalization: {other} → {wanted}"]
+
+
+# ---------------------------------------------------------------- digests
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins as a process that remembers nothing, and syncs often."""
+    monkeypatch.setattr(manifests, "SYNC_BYTES", 100)
+    artifacts._INTACT.clear()
+
+
+class Hashing:
+    """Counts the files that are hashed."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._lock = threading.Lock()
+        self._original = manifests._file_digest
+
+    def __call__(self, path: Path) -> str:
+        with self._lock:
+            self.files.append(path.name)
+        return self._original(path)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Hashing:
+    counter = Hashing()
+    monkeypatch.setattr(manifests, "_file_digest", counter)
+    return counter
+
+
+def pieces_of(*sizes: int) -> list[memoryview]:
+    return [memoryview(os.urandom(size)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), (0,), (1,), (99, 1), (100,), (101,), (0, 250, 0, 3, 47), (7,) * 60, (1000, 1)]
+)
+def test_the_record_is_that_of_the_file_read_back(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    pieces = pieces_of(*sizes)
+    record = write_hashed(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+    assert record == file_records([tmp_path / "file"])[tmp_path / "file"]
+
+
+def test_writing_is_little_ahead_of_the_disk_and_every_sync_counts_as_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def sync_slowly(file: int) -> None:
+        time.sleep(0.05)
+        synced.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    before = process.steps()
+    write_hashed(tmp_path / "file", pieces_of(130, 5, 290))
+    assert len(synced) == process.steps() - before == 4
+    assert synced[-1] == 425
+    for due, size in zip((100, 235, 335, 425), synced, strict=True):
+        assert due <= size <= due + 200
+
+
+@pytest.mark.parametrize(("folder", "number"), [("nowhere", 2), ("", 5)])
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, number: int
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="/file") as found:
+        write_hashed(tmp_path / folder / "file", pieces_of(1000))
+    assert found.value.errno == number
+
+
+def test_an_artifact_takes_records_over_and_reads_no_file(tmp_path: Path, hashing: Hashing) -> None:
+    with writing(tmp_path / "made", "checkpoint", "x") as writer:
+        path = writer.path("weights")
+        writer.settled[path] = write_hashed(path, pieces_of(250))
+        writer.path("notes").write_text("notes")
+    assert hashing.files == ["notes"]
+    made = open_artifact(tmp_path / "made", kind="checkpoint")
+    made.check()
+
+
+CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
+
+
+def make(directory: Path, *, age: bool = True) -> Artifact:
+    """An artifact whose files were last changed some time ago, as those of real stages were."""
+    with writing(directory, "corpus", "clean") as writer:
+        for name, content in CONTENTS.items():
+            writer.path(name).write_bytes(content)
+            if age:
+                os.utime(writer.directory / name, (1_700_000_000, 1_700_000_000))
+    return open_artifact(directory, kind="corpus")
+
+
+def tamper(path: Path) -> None:
+    """Other content of the same size."""
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_tampered_file_is_not_given_out_whatever_asks_for_it(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    made.file("a.txt")
+    tamper(made.directory / "a.txt")
+    assert made.file("deep/b.bin").read_bytes() == CONTENTS["deep/b.bin"]
+    made.check(["empty", "deep/b.bin"])
+    for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.check):
+        with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+            ask()
+    (made.directory / "a.txt").unlink()
+    with pytest.raises(ArtifactError, match=r"a\.txt is missing, although its manifest"):
+        made.check(["a.txt"])
+
+
+def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    path = made.file("a.txt")
+    status = path.stat()
+    (tmp_path / "other").write_bytes(b"two\n")
+    os.utime(tmp_path / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (tmp_path / "other").replace(path)
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+        made.file("a.txt")
+
+
+@pytest.mark.parametrize("linked", ["a.txt", "deep", "deep/b.bin"])
+def test_a_link_within_is_refused_even_if_the_content_is_right(tmp_path: Path, linked: str) -> None:
+    made = make(tmp_path / "corpus")
+    (made.directory / linked).rename(tmp_path / "elsewhere")
+    (made.directory / linked).symlink_to(tmp_path / "elsewhere")
+    name = "a.txt" if linked == "a.txt" else "deep/b.bin"
+    for ask in (made.file, made.unchecked_file, lambda name: made.check([name])):
+        with pytest.raises(ArtifactError, match=rf"{linked} is a link"):
+            ask(name)
+    with pytest.raises(ArtifactError, match="is a link"):
+        made.check()
+
+
+def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writing(tmp_path / "corpus", "corpus", "import_corpus") as writer:
+        for split in ("train", "valid"):
+            for code in ("de", "en"):
+                writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code}\n")
+        writer.statistics["pairs"] = {"de-en": {"train": 1, "valid": 1}}
+    (tmp_path / "corpus" / "valid/de-en/de.txt").unlink()
+    (tmp_path / "corpus" / "valid/de-en/de.txt").symlink_to("/etc/passwd")
+    (tmp_path / "recipe.toml").write_text("[clean]\n")
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--corpus", str(tmp_path / "corpus")]
+    assert cli.main(["clean", *options, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
+    assert "valid/de-en/de.txt is a link" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 200])
+def test_a_file_with_a_digest_per_chunk_is_known_and_its_damage_found(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the manifests of earlier versions have them, for chunks of 64 MiB."""
+    monkeypatch.setattr(manifests, "CHUNK_BYTES", 64)
+    made = make(tmp_path / "corpus")
+    path = made.directory / MANIFEST_NAME
+    content = bytes(range(size))
+    (made.directory / "a.txt").write_bytes(content)
+    chunks = [sha256(content[start : start + 64]).hexdigest() for start in range(0, size, 64)]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["files"]["a.txt"] = {"size": size, "chunks": chunks}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    opened = open_artifact(made.directory, kind="corpus")
+    assert opened.file("a.txt").read_bytes() == content
+    assert opened.manifest.model_dump()["files"]["a.txt"] == {"size": size, "chunks": tuple(chunks)}
+    (made.directory / "a.txt").write_bytes(content[:-1] + b"x")
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+        open_artifact(made.directory, kind="corpus").file("a.txt")
+    document["files"]["a.txt"] = {"size": size}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="not a manifest"):
+        open_artifact(made.directory, kind="corpus")
+
+
+def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) -> None:
+    made = make(tmp_path / "corpus")
+    hashing.files.clear()
+    for _ in range(3):
+        made.check(made.names())
+        open_artifact(made.directory, kind="corpus").file("a.txt")
+    assert sorted(hashing.files) == ["a.txt", "b.bin", "empty"]
+
+
+def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
+    """A second change might leave the same time, by the clock of the file system."""
+    made = make(tmp_path / "corpus")
+    status = (made.directory / "a.txt").stat()
+    with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
+        made.check(["a.txt"])
+        made.check(["a.txt"])
+    assert hashing.files.count("a.txt") == 3, "by sealing, and by both checks"
+
+
+def test_several_threads_hash_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = []
+    for index in range(20):
+        paths.append(tmp_path / f"{index}")
+        paths[-1].write_bytes(os.urandom(index * 23))
+    used: set[int] = set()
+    barrier = threading.Barrier(2, timeout=20)
+    original = manifests._file_digest
+
+    def digest(path: Path) -> str:
+        if threading.get_ident() not in used and len(used) < 2:
+            used.add(threading.get_ident())
+            barrier.wait()
+        return original(path)
+
+    monkeypatch.setattr(manifests, "MAX_THREADS", 1)
+    alone = file_records(paths)
+    monkeypatch.setattr(manifests, "MAX_THREADS", 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(manifests, "_file_digest", digest)
+    assert file_records(paths) == alone
+    assert len(used) == 2
+
+
+def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Hashing) -> None:
+    made = make(tmp_path / "corpus")
+    hashing.files.clear()
+    assert changed_files(made.directory, made.manifest) == {}
+    sealed = (made.directory / "manifest.json").stat().st_mtime
+    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
+    (made.directory / "deep/b.bin").write_bytes(b"shorter")
+    (made.directory / "empty").unlink()
+    assert changed_files(made.directory, made.manifest) == {
+        "a.txt": "changed since it was made",
+        "deep/b.bin": "changed since it was made",
+        "empty": "is missing",
+    }
+    assert hashing.files == []
+
+
+def test_what_just_looks_changed_is_hashed(tmp_path: Path, hashing: Hashing) -> None:
+    made = make(tmp_path / "corpus")
+    hashing.files.clear()
+    sealed = (made.directory / "manifest.json").stat().st_mtime
+    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
+    refuse_changed(made.directory)
+    assert hashing.files == ["a.txt"]
+    tamper(made.directory / "a.txt")
+    os.utime(made.directory / "a.txt", (sealed + 2, sealed + 2))
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+        refuse_changed(made.directory)
+
+
+def check_and_count(world: World, directory: Path) -> tuple[list[str], str]:
+    """The files this rank hashed, and the error it met."""
+    del world
+    artifacts._INTACT.clear()
+    counter = Hashing()
+    with mock.patch.object(manifests, "_file_digest", counter):
+        made = open_artifact(directory, kind="corpus")
+        try:
+            check_together(made)
+            made.check(made.names())
+        except ArtifactError as error:
+            return counter.files, str(error)
+    return counter.files, ""
+
+
+def test_ranks_hash_a_share_each(pool2: ProcessPool, tmp_path: Path) -> None:
+    (first, _), (second, _) = pool2.run(check_and_count, make(tmp_path / "corpus").directory)
+    assert sorted(first + second) == ["a.txt", "b.bin", "empty"]
+    assert {len(first), len(second)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("a.txt", tamper, "damaged"),
+        ("deep/b.bin", tamper, "damaged"),
+        ("a.txt", Path.unlink, "missing"),
+    ],
+)
+def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
+    pool2: ProcessPool, tmp_path: Path, name: str, spoil: Callable[[Path], None], said: str
+) -> None:
+    directory = make(tmp_path / "corpus").directory
+    spoil(directory / name)
+    (_, first), (_, second) = pool2.run(check_and_count, directory)
+    assert first == second
+    assert f"{name} is {said}" in first

@@ -36,7 +36,7 @@ from support.tiny_models import random_batch
 
 from pipeline.artifacts import artifact as remembering
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
-from pipeline.artifacts.digests import READ_BYTES
+from pipeline.artifacts.manifest import READ_BYTES
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.resharding import CheckedState, Piece, write_pieces
 from pipeline.config.recipe import Recipe

@@ -21,7 +21,7 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import digests
+from pipeline.artifacts import manifest as manifests
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.manifest import FileRecord
 from pipeline.artifacts.run_folders import Position
@@ -402,7 +402,7 @@ def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def hash_files(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:
         hashed.extend(path.name for path, _ in files)
-        return digests.are_intact(files)
+        return manifests.are_intact(files)
 
     monkeypatch.setattr(artifacts, "are_intact", hash_files)
     for _ in range(2):

@@ -18,11 +18,11 @@ from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from data_prep.settings import GroupsConfig, LanguagesConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import load_tokenizer, write_tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
+from pipeline.model.moe.language_groups import read_groups
 
 COUNTS = {"de-en": 40, "en-nl": 10, "en-ru": 30, "en-uk": 10, "en-fr": 35, "el-en": 5, "en-fi": 20}
 CODES = ("de", "el", "en", "fi", "fr", "nl", "ru", "uk")

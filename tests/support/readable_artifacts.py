@@ -14,7 +14,6 @@ import torch
 from data_prep import group_languages, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import read_position
 from pipeline.artifacts.shards import read_mixture
@@ -35,6 +34,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.jobs.plan import load_plan
+from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.parameters import tensor_shapes
 from pipeline.model.settings import ModelConfig, MoEConfig

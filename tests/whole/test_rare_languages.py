@@ -9,11 +9,11 @@ from support.stage_runs import run_stage
 from data_prep.settings import GroupsConfig, LanguagesConfig, TokenizerConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import languages, line_counts, read_lines
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.shards import read_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.evaluation.scores import describe_directions
 from pipeline.languages import language
+from pipeline.model.moe.language_groups import read_groups
 
 RECIPE = Recipe(
     name="test",

@@ -30,7 +30,6 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, finished_manifest, open_artifact
-from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
     read_tokenizer_files,
@@ -47,6 +46,7 @@ from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import find_code
+from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import groups_of_languages, make_spec, marks_of_vocabulary
 

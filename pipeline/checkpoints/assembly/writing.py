@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, refuse_changed, stage_key
-from pipeline.artifacts.digests import write_hashed
-from pipeline.artifacts.manifest import FileRecord, read_manifest
+from pipeline.artifacts.manifest import FileRecord, read_manifest, write_hashed
 from pipeline.artifacts.places import refuse_inputs, refuse_to_overwrite
 from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Batch, Example, collate

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Lineage, open_recorded
 from pipeline.artifacts.corpus import pair_name
-from pipeline.artifacts.digests import write_hashed
-from pipeline.artifacts.manifest import to_json
+from pipeline.artifacts.manifest import to_json, write_hashed
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import MODEL_NAME, piece_field
 from pipeline.checkpoints.checkpoint import ModelSource

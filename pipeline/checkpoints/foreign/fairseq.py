@@ -28,8 +28,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator
 
-from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import json_digest
+from pipeline.artifacts.manifest import json_digest, raw_digest
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord
+from pipeline.artifacts.manifest import InputRecord, raw_digest
 from pipeline.artifacts.tokenizer import LanguageTokenScheme, TokenizerFiles
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered, pieces_of
 from pipeline.config.documents import read_bytes

@@ -14,8 +14,7 @@ The families share most of their configuration:
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord
+from pipeline.artifacts.manifest import InputRecord, raw_digest
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.files import (
     CONFIG_FILE,

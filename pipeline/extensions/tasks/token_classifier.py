@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.digests import entries_below
+from pipeline.artifacts.manifest import entries_below
 from pipeline.artifacts.raw_input import refuse_broken_link
 from pipeline.batching.batch import Labelled, LabelledBatch, Packing, collate_spans, collate_tags
 from pipeline.batching.global_step import evaluation_batches
