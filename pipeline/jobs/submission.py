@@ -18,6 +18,7 @@ found by its comment. A job with another name or comment than recorded is anothe
 anew.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
-from pipeline.errors import ArtifactError, SchedulerError
+from pipeline.errors import ArtifactError, Interrupted, SchedulerError
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.job_endings import now, recorded_starts
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -44,7 +45,7 @@ from pipeline.jobs.runner import (
 )
 from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Allocation, Site, allocate
-from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import Scheduler, SlurmJob, shell_prefix
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
@@ -336,29 +337,48 @@ def submit_plan(
     with exclusive(plan_lock_path(resolved.out_dir), what=str(resolved.out_dir)):
         submission = _Submission(resolved, site, rebuild, check, scheduler)
         decisions = submission.decisions()
-        scheduler.cancel(_canceled(decisions))
-        record = submission.record.model_copy(update={"ds_config": site.auto_ds_config})
-        ids = _kept(decisions, submission.jobs)
-        for decision in decisions:
-            task, name = decision.task, decision.task.name
-            if decision.request is not None:
-                request = _after(resolved, decision, ids=ids)
-                job = JobRecord(
-                    token=request.token,
-                    work=work_digest(resolved, task),
-                    command=command_digest(task, request),
-                    submitted=now(),
-                )
-                write_jobs(resolved.out_dir, record.with_job(name, job))
-                request.log.parent.mkdir(parents=True, exist_ok=True)
-                ids[name] = scheduler.submit(request)
-                record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
-                write_jobs(resolved.out_dir, record)
-            elif decision.job is not None:
-                job = record.stages[name].model_copy(update={"id": decision.job.id})
-                record = record.with_job(name, job)
-            say(_line(decision, ids=ids))
-        write_jobs(resolved.out_dir, record)
+        try:
+            scheduler.cancel(_canceled(decisions))
+            _submit_all(submission, decisions, scheduler=scheduler, say=say)
+        except (KeyboardInterrupt, Interrupted):
+            say(
+                "Stopped before all jobs were submitted. Submitted jobs stay: submit again to go "
+                "on, or end them with `mmnmt cancel`."
+            )
+            raise
+
+
+def _submit_all(
+    submission: _Submission,
+    decisions: Sequence[Decision],
+    *,
+    scheduler: Scheduler,
+    say: Callable[[str], None],
+) -> None:
+    """Submit the new jobs in order, and record them."""
+    resolved, ds_config = submission.resolved, submission.site.auto_ds_config
+    record = submission.record.model_copy(update={"ds_config": ds_config})
+    ids = _kept(decisions, submission.jobs)
+    for decision in decisions:
+        task, name = decision.task, decision.task.name
+        if decision.request is not None:
+            request = _after(resolved, decision, ids=ids)
+            job = JobRecord(
+                token=request.token,
+                work=work_digest(resolved, task),
+                command=command_digest(task, request),
+                submitted=now(),
+            )
+            write_jobs(resolved.out_dir, record.with_job(name, job))
+            request.log.parent.mkdir(parents=True, exist_ok=True)
+            ids[name] = scheduler.submit(request)
+            record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
+            write_jobs(resolved.out_dir, record)
+        elif decision.job is not None:
+            job = record.stages[name].model_copy(update={"id": decision.job.id})
+            record = record.with_job(name, job)
+        say(_line(decision, ids=ids))
+    write_jobs(resolved.out_dir, record)
 
 
 def show_commands(
@@ -380,8 +400,9 @@ def show_commands(
         submission = _Submission(resolved, site, rebuild, check, None)
         say(f"# States of jobs are unknown: no stage counts as submitted. {error}")
     decisions = submission.decisions()
+    prefix = shell_prefix(os.environ)
     if canceled := _canceled(decisions):
-        say(f"scancel {' '.join(canceled)}")
+        say(f"{prefix}scancel {' '.join(canceled)}")
     ids = _kept(decisions, submission.jobs)
     for number, decision in enumerate(decisions, start=1):
         name = decision.task.name
@@ -394,7 +415,7 @@ def show_commands(
         ids[name] = f"${variable}"
         say(f"# {name}: {decision.reason}")
         say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
-        say(f"{variable}=$({request.shell_line()})")
+        say(f"{variable}=$({prefix}{request.shell_line()})")
 
 
 def cancel_jobs(
