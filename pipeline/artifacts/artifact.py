@@ -414,7 +414,7 @@ def new_artifact(
     except ArtifactError as error:
         digests = {name: record.digest for name, record in inputs.items()}
         key = stage_key(stage=stage, kind=kind, config=config, inputs=digests)
-        if overwrite or _key_of(out_dir) != key:
+        if overwrite or key_of(out_dir) != key:
             raise
         refuse_changed(out_dir)
         raise AlreadyDone(str(error)) from error
@@ -457,7 +457,8 @@ def new_artifact(
         raise
 
 
-def _key_of(directory: Path) -> str | None:
+def key_of(directory: Path) -> str | None:
+    """Return the key (:func:`stage_key`) of a finished artifact; None if there is none."""
     try:
         manifest = read_manifest(directory)
     except ArtifactError:

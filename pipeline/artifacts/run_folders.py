@@ -141,10 +141,7 @@ def place_aside(out_dir: Path) -> Path:
 
 
 def set_aside(out_dir: Path) -> Path:
-    """Rename a training stage's output and run folder to a free place; return the first that was.
-
-    Renamed are all that exist of the two.
-    """
+    """Rename a training stage's output and run folder to a free place; return where it is kept."""
     run_folder, place, kept = run_dir(out_dir), free_place_aside(out_dir), place_aside(out_dir)
     refuse_run_folder(run_folder, work="training")
     if os.path.lexists(out_dir):

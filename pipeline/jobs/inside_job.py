@@ -35,7 +35,7 @@ from pipeline.distributed.world import (
     slurm_hosts,
     slurm_port,
 )
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, UserError
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
     REPORTS,
@@ -128,11 +128,6 @@ def running_job(environment: Mapping[str, str]) -> RunningJob:
     hosts = slurm_hosts(environment.get("SLURM_JOB_NODELIST", ""), environment=environment)
     defaults = {"SLURM_TASKS_PER_NODE": f"1(x{len(hosts)})", "SLURM_RESTART_COUNT": "0"}
     counts = slurm_counts({**defaults, **environment}, "SLURM_TASKS_PER_NODE")
-    if len(counts) != len(hosts):
-        raise ConfigError(
-            f"SLURM_TASKS_PER_NODE lists {len(counts)} nodes and SLURM_JOB_NODELIST {len(hosts)}. "
-            "Let sbatch set both."
-        )
     return RunningJob(
         job=environment["SLURM_JOB_ID"],
         restart=integer({**defaults, **environment}, "SLURM_RESTART_COUNT", fix="unset it"),

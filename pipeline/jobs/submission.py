@@ -21,7 +21,8 @@ anew.
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -334,51 +335,46 @@ def submit_plan(
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
     scheduler = scheduler or Scheduler()
-    with exclusive(plan_lock_path(resolved.out_dir), what=str(resolved.out_dir)):
+    lock_path, what = plan_lock_path(resolved.out_dir), str(resolved.out_dir)
+    with exclusive(lock_path, what=what), _telling_what_stays(say):
         submission = _Submission(resolved, site, rebuild, check, scheduler)
         decisions = submission.decisions()
-        try:
-            scheduler.cancel(_canceled(decisions))
-            _submit_all(submission, decisions, scheduler=scheduler, say=say)
-        except (KeyboardInterrupt, Interrupted):
-            say(
-                "Stopped before all jobs were submitted. Submitted jobs stay: submit again to go "
-                "on, or end them with `mmnmt cancel`."
-            )
-            raise
+        scheduler.cancel(_canceled(decisions))
+        record = submission.record.model_copy(update={"ds_config": site.auto_ds_config})
+        ids = _kept(decisions, submission.jobs)
+        for decision in decisions:
+            task, name = decision.task, decision.task.name
+            if decision.request is not None:
+                request = _after(resolved, decision, ids=ids)
+                job = JobRecord(
+                    token=request.token,
+                    work=work_digest(resolved, task),
+                    command=command_digest(task, request),
+                    submitted=now(),
+                )
+                write_jobs(resolved.out_dir, record.with_job(name, job))
+                request.log.parent.mkdir(parents=True, exist_ok=True)
+                ids[name] = scheduler.submit(request)
+                record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
+                write_jobs(resolved.out_dir, record)
+            elif decision.job is not None:
+                job = record.stages[name].model_copy(update={"id": decision.job.id})
+                record = record.with_job(name, job)
+            say(_line(decision, ids=ids))
+        write_jobs(resolved.out_dir, record)
 
 
-def _submit_all(
-    submission: _Submission,
-    decisions: Sequence[Decision],
-    *,
-    scheduler: Scheduler,
-    say: Callable[[str], None],
-) -> None:
-    """Submit the new jobs in order, and record them."""
-    resolved, ds_config = submission.resolved, submission.site.auto_ds_config
-    record = submission.record.model_copy(update={"ds_config": ds_config})
-    ids = _kept(decisions, submission.jobs)
-    for decision in decisions:
-        task, name = decision.task, decision.task.name
-        if decision.request is not None:
-            request = _after(resolved, decision, ids=ids)
-            job = JobRecord(
-                token=request.token,
-                work=work_digest(resolved, task),
-                command=command_digest(task, request),
-                submitted=now(),
-            )
-            write_jobs(resolved.out_dir, record.with_job(name, job))
-            request.log.parent.mkdir(parents=True, exist_ok=True)
-            ids[name] = scheduler.submit(request)
-            record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
-            write_jobs(resolved.out_dir, record)
-        elif decision.job is not None:
-            job = record.stages[name].model_copy(update={"id": decision.job.id})
-            record = record.with_job(name, job)
-        say(_line(decision, ids=ids))
-    write_jobs(resolved.out_dir, record)
+@contextmanager
+def _telling_what_stays(say: Callable[[str], None]) -> Iterator[None]:
+    """Say, if the block is stopped, that submitted jobs stay."""
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted):
+        say(
+            "Stopped before all jobs were submitted. Submitted jobs stay: submit again to go on, "
+            "or end them with `mmnmt cancel`."
+        )
+        raise
 
 
 def show_commands(
