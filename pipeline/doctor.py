@@ -55,7 +55,7 @@ from pipeline.distributed.world import (
     World,
     discover,
     local_device,
-    rank_of,
+    own_rank,
     refuse_shared,
     refuse_too_few_files,
 )
@@ -785,7 +785,7 @@ def _describe(end: End, cause: str) -> RankEnd:
     size = 1
     with suppress(ConfigError):  # as the report may say
         size = discover(os.environ).size
-    return RankEnd(rank_of(os.environ), size, node_name(), end, cause)
+    return RankEnd(own_rank(), size, node_name(), end, cause)
 
 
 if __name__ == "__main__":

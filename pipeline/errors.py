@@ -49,6 +49,10 @@ class ArtifactError(UserError):
     """An artifact is missing, unfinished, stale, damaged or of another kind."""
 
 
+class AlreadyDone(ArtifactError):
+    """An output holds what a command would make there, and may not be replaced."""
+
+
 class CheckpointError(ArtifactError):
     """Weights or training state do not fit the model."""
 

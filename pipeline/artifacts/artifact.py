@@ -57,7 +57,7 @@ from pipeline.artifacts.places import (
 from pipeline.config.documents import read_json
 from pipeline.distributed import process
 from pipeline.distributed.world import from_rank_zero, gather_objects, own_rank, rank, world_size
-from pipeline.errors import ArtifactError, to_write
+from pipeline.errors import AlreadyDone, ArtifactError, to_write
 from pipeline.terminal import an_artifact
 
 __all__ = [
@@ -405,9 +405,21 @@ def new_artifact(
 
     The work began at ``clock``, a value of ``time.monotonic()`` (None: now), and took
     ``wall_seconds``, if no clock of this process tells it.
+
+    Raises:
+        AlreadyDone: the artifact is there, with the same settings and inputs.
+        ArtifactError: something else is there and may not be replaced, or nothing can be written.
     """
     restore(out_dir)
-    refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
+    try:
+        refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
+    except ArtifactError as error:
+        digests = {name: record.digest for name, record in inputs.items()}
+        key = stage_key(stage=stage, kind=kind, config=config, inputs=digests)
+        if overwrite or key_of(out_dir) != key:
+            raise
+        refuse_changed(out_dir)
+        raise AlreadyDone(str(error)) from error
     paths = {name: Path(record.path) for name, record in inputs.items()}
     refuse_inputs(out_dir, inputs=paths, run_folder=False)
     clock = time.monotonic() if clock is None else clock
@@ -445,6 +457,15 @@ def new_artifact(
     except BaseException:
         discard_working(writer.directory)
         raise
+
+
+def key_of(directory: Path) -> str | None:
+    """Return the key (:func:`stage_key`) of a finished artifact; None if there is none."""
+    try:
+        manifest = read_manifest(directory)
+    except ArtifactError:
+        return None
+    return manifest.key if manifest else None
 
 
 def seal_artifact(

@@ -134,9 +134,15 @@ def _is_marked(directory: Path) -> bool:
     return MARKER_NAME in names or names <= {stacks_dir(directory).name}
 
 
+def place_aside(out_dir: Path) -> Path:
+    """Return where :func:`set_aside` keeps an output, or its run folder if that is all there is."""
+    place = free_place_aside(out_dir)
+    return place if out_dir.exists() else run_dir(place)
+
+
 def set_aside(out_dir: Path) -> Path:
-    """Rename a training stage's output and run folder to a free place, and return it."""
-    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
+    """Rename a training stage's output and run folder to a free place; return where it is kept."""
+    run_folder, place, kept = run_dir(out_dir), free_place_aside(out_dir), place_aside(out_dir)
     refuse_run_folder(run_folder, work="training")
     if os.path.lexists(out_dir):
         refuse_to_overwrite(out_dir, overwrite=True)
@@ -145,7 +151,7 @@ def set_aside(out_dir: Path) -> Path:
     if out_dir.exists():
         out_dir.rename(place)
     sync(out_dir.parent)
-    return place
+    return kept
 
 
 def stacks_dir(run_folder: Path) -> Path:

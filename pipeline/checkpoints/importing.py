@@ -43,11 +43,12 @@ def import_checkpoint(
     refuse_inputs(out_dir, inputs={"source": path, **files}, run_folder=False)
     source = open_foreign(path, vocabulary=vocabulary)
     records = {} if vocabulary is None else vocabulary.records()
+    languages = vocabulary.languages if vocabulary else ()
     with new_artifact(
         out_dir,
         kind="checkpoint",
         stage="import_checkpoint",
-        config={},
+        config={"import": {"languages": list(languages)}} if languages else {},
         inputs={"source": source.record, **records},
         overwrite=overwrite,
     ) as writer:

@@ -40,7 +40,7 @@ _JSON = "--json  JSON on standard output"
 _PLACE = "--out DIR  directory of all stages (default: runs/PLAN)"
 _REBUILD = (
     "--rebuild STAGE...  let STAGE train anew if its settings or inputs differ; the earlier "
-    "training is kept as STAGE.before-1 (repeatable)"
+    "training is kept as STAGE.before-1, or STAGE.before-1.run if unfinished (repeatable)"
 )
 _CHANGES = f"""--with OVERLAY  overlay for every recipe
     {_SET}

@@ -141,13 +141,28 @@ class _Reports:
             _report(self._name, error)
 
     def write_crash(self, error: Exception) -> End | None:
-        """Report an error that no stage handles; return as what, None if no launcher reads it."""
+        """Report an error that no stage handles; return as what, None if its traceback is to.
+
+        The traceback of a lost connection shows where this rank waited, and not the cause.
+        """
         if isinstance(error, RuntimeError):  # its traceback loses torch's C++ frames, too
             error.args = (str(error).partition("\nException raised from ")[0],)
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RuntimeError) and _CONNECTION.search(cause)
         end: End = "lost" if is_consequence else "crashed"
-        return end if self.write(end, cause) else None
+        if self.write(end, cause):
+            return end
+        if not is_consequence or (launched_size(os.environ) or 1) == 1:
+            return None
+        text = cause.partition(". ")[0].removesuffix(".")
+        _report(
+            self._name,
+            RankLost(
+                f"A connection to another rank was lost ({text}). Look for the rank that ended "
+                "first: at its own error above, or at how the launcher says that it ended."
+            ),
+        )
+        return end
 
 
 def _describe_os_error(error: OSError) -> ArtifactError:

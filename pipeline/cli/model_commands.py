@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.manifest import read_manifest
+from pipeline.artifacts.run_folders import finish_removal
 from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import chosen_recipe, named_paths
 from pipeline.config.documents import write_whole
@@ -20,6 +21,7 @@ from pipeline.config.settings import describe_validation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import (
     EXIT_USER_ERROR,
+    AlreadyDone,
     ArtifactError,
     ConfigError,
     lacks_package,
@@ -36,8 +38,15 @@ def making(make: Callable[..., str]) -> Callable[[argparse.Namespace], int]:
 
     def act(options: argparse.Namespace) -> int:
         given: dict[str, Any] = {"out_dir": options.out, "overwrite": options.overwrite}
-        with sole_writer(options.out):
-            line = make(options, **given)
+        try:
+            with sole_writer(options.out):
+                line = make(options, **given)
+        except AlreadyDone:  # for example by this command, killed once it had published
+            name = f"mmnmt {options.chosen.name}"
+            say_once(f"{name}: already done, {options.out} is up to date.")
+            if problem := finish_removal(options.out):
+                say_once(f"{name}: {problem}")
+            return 0
         print(line)
         return 0
 

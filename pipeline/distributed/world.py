@@ -14,6 +14,7 @@ DeepSpeed takes ``LOCAL_RANK`` for the number of the device, so it is told the n
 import atexit
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -107,7 +108,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 def rank_of(environment: Mapping[str, str]) -> int:
     """Return this process's rank without opening anything; 0 without a launcher."""
     name = _rank_name(environment)
-    return 0 if name is None else _integer(environment, name)
+    return 0 if name is None else integer(environment, name)
 
 
 def _rank_name(environment: Mapping[str, str]) -> str | None:
@@ -161,9 +162,9 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
             "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
         )
     world = World(
-        rank=_integer(environment, "RANK"),
-        size=_integer(environment, "WORLD_SIZE"),
-        local_rank=_integer(environment, "LOCAL_RANK"),
+        rank=integer(environment, "RANK"),
+        size=integer(environment, "WORLD_SIZE"),
+        local_rank=integer(environment, "LOCAL_RANK"),
         local_size=_first(environment, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")),
         master_address=environment["MASTER_ADDR"],
         master_port=_port(environment),
@@ -182,11 +183,11 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
     size = _first(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), otherwise=1)
-    port = slurm_port(_integer(environment, "SLURM_JOB_ID"))
+    port = slurm_port(integer(environment, "SLURM_JOB_ID"))
     return World(
-        rank=_integer(environment, "SLURM_PROCID"),
+        rank=integer(environment, "SLURM_PROCID"),
         size=size,
-        local_rank=_integer(environment, "SLURM_LOCALID"),
+        local_rank=integer(environment, "SLURM_LOCALID"),
         local_size=_slurm_local_size(environment, size=size),
         master_address=environment.get("MASTER_ADDR") or _first_slurm_host(environment, size=size),
         master_port=_port(environment) if "MASTER_PORT" in environment else port,
@@ -197,17 +198,26 @@ def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
     """Return the tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environment:
-            counts = slurm_counts(environment[name])
-            return counts[_integer(environment, "SLURM_NODEID")]
+            counts = slurm_counts(environment, name)
+            return counts[integer(environment, "SLURM_NODEID", among=range(len(counts)))]
     return size
 
 
-def slurm_counts(text: str) -> list[int]:
-    """Return the numbers of a list like ``2(x3),1``: 2, 2, 2, 1."""
+def slurm_counts(environment: Mapping[str, str], name: str) -> list[int]:
+    """Return the numbers of a variable with a list like ``2(x3),1``: 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: It holds no such list.
+    """
     counts: list[int] = []
-    for part in text.split(","):
-        count, _, repeats = part.removesuffix(")").partition("(x")
-        counts += [int(count)] * int(repeats or 1)
+    for part in environment[name].split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if found is None:
+            raise ConfigError(
+                f"The environment variable {name} is {environment[name]!r} where numbers of tasks "
+                "are wanted, for example 2(x3),1. Let sbatch or srun set it."
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
@@ -273,24 +283,38 @@ def _from_mpi() -> World:
     return world
 
 
-def _integer(environment: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environment[name])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"The environment variable {name} is {environment.get(name)!r} where a whole number "
-            "is wanted. Correct it, or start with --processes or torchrun."
-        ) from error
+def integer(
+    environment: Mapping[str, str],
+    name: str,
+    *,
+    among: range | None = None,
+    fix: str = "start with --processes or torchrun",
+) -> int:
+    """Return the whole number of a variable; ``fix`` is what helps besides correcting it.
+
+    Raises:
+        ConfigError: It is not set, no whole number, or not ``among`` the numbers.
+    """
+    text = environment.get(name)
+    with contextlib.suppress(TypeError, ValueError):
+        number = int(text)  # type: ignore[arg-type]
+        if among is None or number in among:
+            return number
+    limits = f" from {among[0]} to {among[-1]:,}" if among else ""
+    raise ConfigError(
+        f"The environment variable {name} is {text!r} where a whole number{limits} is wanted. "
+        f"Correct it, or {fix}."
+    )
 
 
 def _first(environment: Mapping[str, str], names: Sequence[str], *, otherwise: int = 0) -> int:
     """Return the first of some variables that is set."""
     found = next((name for name in names if name in environment), None)
-    return otherwise if found is None else _integer(environment, found)
+    return otherwise if found is None else integer(environment, found)
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    port = _integer(environment, "MASTER_PORT")
+    port = integer(environment, "MASTER_PORT")
     if not 0 < port < 2**16:
         raise ConfigError(f"MASTER_PORT is {port}. Export a port from 1 to 65,535.")
     return port

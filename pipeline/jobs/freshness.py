@@ -29,8 +29,13 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.manifest import run_dir
-from pipeline.artifacts.places import free_place_aside, why_not_ours
-from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
+from pipeline.artifacts.places import why_not_ours
+from pipeline.artifacts.run_folders import (
+    newest_state,
+    place_aside,
+    updates_done,
+    why_not_to_go_on,
+)
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import setting_changes, with_defaults
@@ -288,5 +293,5 @@ def refusal(task: Task, cause: str) -> str:
     return (
         f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}). "
         f"Undo that change, or pass --rebuild {task.name}, which trains anew and keeps it as "
-        f"{free_place_aside(task.out_dir)}."
+        f"{place_aside(task.out_dir)}."
     )

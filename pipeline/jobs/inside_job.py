@@ -27,7 +27,14 @@ from pathlib import Path
 
 from pipeline.artifacts.locks import ATTEMPT_VARIABLE
 from pipeline.distributed.rounds import node_name
-from pipeline.distributed.world import rank_of, slurm_counts, slurm_hosts, slurm_port
+from pipeline.distributed.world import (
+    integer,
+    launched_size,
+    own_rank,
+    slurm_counts,
+    slurm_hosts,
+    slurm_port,
+)
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
@@ -54,6 +61,8 @@ from pipeline.jobs.job_endings import (
     write_start,
     write_verdict,
 )
+from pipeline.jobs.site import MAX_RESTARTS
+from pipeline.jobs.slurm_commands import restarts_of
 from pipeline.registry import STAGES
 
 EXIT_FAILED = 1
@@ -114,13 +123,14 @@ def running_job(environment: Mapping[str, str]) -> RunningJob:
     """Return the job that the variables of a batch script describe.
 
     Raises:
-        ConfigError: scontrol cannot expand the list of nodes.
+        ConfigError: scontrol cannot expand the list of nodes, or variables are no numbers.
     """
-    hosts = slurm_hosts(environment["SLURM_JOB_NODELIST"], environment=environment)
-    counts = slurm_counts(environment.get("SLURM_TASKS_PER_NODE", f"1(x{len(hosts)})"))
+    hosts = slurm_hosts(environment.get("SLURM_JOB_NODELIST", ""), environment=environment)
+    defaults = {"SLURM_TASKS_PER_NODE": f"1(x{len(hosts)})", "SLURM_RESTART_COUNT": "0"}
+    counts = slurm_counts({**defaults, **environment}, "SLURM_TASKS_PER_NODE")
     return RunningJob(
         job=environment["SLURM_JOB_ID"],
-        restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        restart=integer({**defaults, **environment}, "SLURM_RESTART_COUNT", fix="unset it"),
         hosts=tuple(hosts),
         tasks=tuple(counts),
     )
@@ -178,6 +188,9 @@ class _StageRun:
         self._passed_on = 0
         self._asked: Asked | None = None
         self._failed_nodes: list[str] = []
+        given = {"MMNMT_MAX_RESTARTS": str(MAX_FRUITLESS), **os.environ}
+        among = range(MAX_RESTARTS + 1)
+        self._most = integer(given, "MMNMT_MAX_RESTARTS", among=among, fix="unset it")
         self._start = Start(job.attempt, now(), job.nodes, resumable(out_dir))
         self._history: list[Verdict] = []
 
@@ -313,7 +326,7 @@ class _StageRun:
             failed_nodes=self._failed_nodes,
             history=self._history,
             ended=now(),
-            most=int(os.environ.get("MMNMT_MAX_RESTARTS", MAX_FRUITLESS)),
+            most=self._most,
             is_final=is_final,
         )
         write_verdict(self._out_dir, verdict)
@@ -325,7 +338,8 @@ class _StageRun:
             return
         for seconds in (0.0, *_REQUEUE_WAITS):
             time.sleep(seconds)
-            if int(self._job_fields().get("Restarts", self._job.restart)) != self._job.restart:
+            restarts = restarts_of(self._job_fields(), otherwise=self._job.restart)
+            if restarts != self._job.restart:
                 return
             if _run("scontrol", "requeue", self._job.job) is not None:
                 return
@@ -424,13 +438,13 @@ def why_asked(
     if job.get("Reason") == "TimeLimit" or job.get("JobState") == "TIMEOUT":
         return "time limit"
     is_preempted = job.get("PreemptTime", "None") != "None"
-    if is_preempted or int(job.get("Restarts", restart)) > restart:
+    if is_preempted or restarts_of(job, otherwise=restart) > restart:
         return "preempted or requeued"
     if number == signal.SIGTERM:
         return "canceled"
     try:
         left = (datetime.fromisoformat(job["EndTime"]) - (at or datetime.now())).total_seconds()
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):  # SLURM_TIME_FORMAT may say other things
         return "asked to stop"
     return "time limit" if left <= _NEAR_THE_LIMIT_SECONDS else "asked to stop"
 
@@ -469,10 +483,10 @@ def run_mpi_rank(arguments: Sequence[str]) -> None:
     Only rank 0 answers requests to stop and reports the end of the stage. Another rank reports only
     that it was told to end: if a rank leaves no report, it was killed.
     """
-    stage, rank = arguments[0], rank_of(os.environ)
+    stage, rank = arguments[0], own_rank()
 
     def describe(end: End, cause: str) -> RankEnd:
-        size = int(os.environ.get("SLURM_NTASKS", "1"))
+        size = launched_size(os.environ) or 1
         return RankEnd(rank, size, node_name(), end, cause, stage=stage)
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the stage handles it

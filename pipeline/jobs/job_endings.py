@@ -28,12 +28,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
-from pipeline.artifacts.manifest import read_manifest
+from pipeline.artifacts.artifact import key_of
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import write_whole
 from pipeline.distributed.process import handled_by, held_back
-from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
 
 End = Literal["done", "again", "failed", "crashed", "lost"]
@@ -494,7 +493,7 @@ def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) 
         start=start,
         code=code,
         saved=resumable(out_dir),
-        is_finished=_key(out_dir) is not None,
+        is_finished=key_of(out_dir) is not None,
         **facts,
     )
 
@@ -543,13 +542,5 @@ def ended_starts(
 
 def resumable(out_dir: Path) -> tuple[str, ...]:
     """Return what a later start would find done: work in the run folder, a finished artifact."""
-    key = _key(out_dir)
+    key = key_of(out_dir)
     return (*sorted(saved_work(out_dir)), *([f"artifact {key}"] if key else []))
-
-
-def _key(out_dir: Path) -> str | None:
-    try:
-        manifest = read_manifest(out_dir)
-    except ArtifactError:
-        return None
-    return manifest.key if manifest else None

@@ -9,6 +9,7 @@ only artifacts tell that.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -199,7 +200,7 @@ class Scheduler:
         try:
             answer = subprocess.run(
                 command,
-                env={**_outside_of_jobs(os.environ), **(environment or {})},
+                env={**outside_of_jobs(os.environ), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -230,7 +231,7 @@ class Scheduler:
         )
 
 
-def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that change jobs or answers of SLURM's commands.
 
     These are variables of a job, the site's of an earlier shell, filters of squeue and sacct, and
@@ -247,6 +248,12 @@ def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def shell_prefix(environment: Mapping[str, str]) -> str:
+    """Return the words with which bash calls a command without variables, as Scheduler does."""
+    dropped = sorted(environment.keys() - outside_of_jobs(environment).keys())
+    return "".join(["env "] * bool(dropped) + [f"-u {shlex.quote(name)} " for name in dropped])
+
+
 def _parsed(job_id: str, text: str) -> SlurmJob | None:
     """Return the job that a line of ``scontrol -o show job`` describes."""
     fields: dict[str, str] = {}
@@ -260,11 +267,17 @@ def _parsed(job_id: str, text: str) -> SlurmJob | None:
         id=job_id,
         state=state,
         reason="" if reason == "None" else reason,
-        restarts=int(fields.get("Restarts", "0") or 0),
+        restarts=restarts_of(fields, otherwise=0),
         since=_utc(fields.get(entered, "")),
         name=fields.get("JobName", ""),
         comment=fields.get("Comment", ""),
     )
+
+
+def restarts_of(fields: Mapping[str, str], *, otherwise: int) -> int:
+    """Return the restarts of a job that scontrol shows, or ``otherwise`` if it shows no number."""
+    shown = fields.get("Restarts", "")
+    return int(shown) if shown.isdecimal() else otherwise
 
 
 def _utc(local: str) -> str:

@@ -18,9 +18,11 @@ found by its comment. A job with another name or comment than recorded is anothe
 anew.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
-from pipeline.errors import ArtifactError, SchedulerError
+from pipeline.errors import ArtifactError, Interrupted, SchedulerError
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.job_endings import now, recorded_starts
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -44,7 +46,7 @@ from pipeline.jobs.runner import (
 )
 from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Allocation, Site, allocate
-from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import Scheduler, SlurmJob, shell_prefix
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
@@ -333,7 +335,8 @@ def submit_plan(
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
     scheduler = scheduler or Scheduler()
-    with exclusive(plan_lock_path(resolved.out_dir), what=str(resolved.out_dir)):
+    lock_path, what = plan_lock_path(resolved.out_dir), str(resolved.out_dir)
+    with exclusive(lock_path, what=what), _telling_what_stays(say):
         submission = _Submission(resolved, site, rebuild, check, scheduler)
         decisions = submission.decisions()
         scheduler.cancel(_canceled(decisions))
@@ -361,6 +364,19 @@ def submit_plan(
         write_jobs(resolved.out_dir, record)
 
 
+@contextmanager
+def _telling_what_stays(say: Callable[[str], None]) -> Iterator[None]:
+    """Say, if the block is stopped, that submitted jobs stay."""
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted):
+        say(
+            "Stopped before all jobs were submitted. Submitted jobs stay: submit again to go on, "
+            "or end them with `mmnmt cancel`."
+        )
+        raise
+
+
 def show_commands(
     resolved: ResolvedPlan,
     site: Site,
@@ -380,8 +396,9 @@ def show_commands(
         submission = _Submission(resolved, site, rebuild, check, None)
         say(f"# States of jobs are unknown: no stage counts as submitted. {error}")
     decisions = submission.decisions()
+    prefix = shell_prefix(os.environ)
     if canceled := _canceled(decisions):
-        say(f"scancel {' '.join(canceled)}")
+        say(f"{prefix}scancel {' '.join(canceled)}")
     ids = _kept(decisions, submission.jobs)
     for number, decision in enumerate(decisions, start=1):
         name = decision.task.name
@@ -394,7 +411,7 @@ def show_commands(
         ids[name] = f"${variable}"
         say(f"# {name}: {decision.reason}")
         say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
-        say(f"{variable}=$({request.shell_line()})")
+        say(f"{variable}=$({prefix}{request.shell_line()})")
 
 
 def cancel_jobs(

@@ -276,6 +276,10 @@ def test_a_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
     assert cli.main(command) == 0
     assert "as hf-m2m100" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    assert f"mmnmt export: already done, {out} is up to date." in capsys.readouterr().err
+    assert cli.main([*command, "--license", "mit"]) == 2
+    assert f"{out} exists already" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
     assert cli.main(["export", str(out), "--to", "hf-m2m100", "--out", str(out / "x")]) == 2
     assert "is an export artifact where a checkpoint" in capsys.readouterr().err

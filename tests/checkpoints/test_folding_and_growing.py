@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.places import replaced_dir
 from pipeline.batching.batch import Batch
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan
 from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
@@ -24,7 +25,7 @@ from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.settings import Route
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import EXIT_USER_ERROR, CheckpointError, ConfigError
 from pipeline.model.parameters import named_slices, num_parameters
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -89,6 +90,18 @@ def test_fold_and_prune_are_commands(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out.splitlines()
     assert "32 matrices folded" in said[0]
     assert "the modules of de fr" in said[1]
+    out = tmp_path / "folded"
+    replaced_dir(out).mkdir()  # as if killed before it removed an earlier model
+    assert cli.main(fold) == cli.main([*prune, "--out", str(tmp_path / "pruned")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"mmnmt checkpoint fold: already done, {out} is up to date."
+    assert not replaced_dir(out).exists()
+    assert cli.main([*prune[:-1], "--out", str(tmp_path / "pruned")]) == EXIT_USER_ERROR
+    (out / "model.json").write_text("{}", encoding="utf-8")
+    assert cli.main(fold) == EXIT_USER_ERROR
+    said = capsys.readouterr().err.splitlines()
+    assert "exists already" in said[0]
+    assert f"{out / 'model.json'} has 2 bytes" in said[1]
     assert cli.main(["checkpoint", "inspect", str(tmp_path / "pruned")]) == 0
     assert "language modules" in capsys.readouterr().out
 

@@ -72,7 +72,8 @@ def test_an_imported_checkpoint_is_inspected_and_translates_as_its_library_does(
     out = str(tmp_path / "ours")
     assert cli.main(["checkpoint", "import", str(tmp_path / "theirs"), "--out", out]) == 0
 
-    capsys.readouterr()
+    assert cli.main(["checkpoint", "import", str(tmp_path / "theirs"), "--out", out]) == 0
+    assert f"already done, {out} is up to date" in capsys.readouterr().err
     assert cli.main(["checkpoint", "inspect", out, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     spec = read_spec(open_artifact(Path(out), kind="checkpoint"))

@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.batching.batch import Batch, collate
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.pruning import PruningPlan, plan_pruning, prune_experts
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.routing import Routing
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
@@ -311,8 +311,15 @@ def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     options = ["--languages", "de", "fr", "--keep-mass", "1", "--out", pruned]
     assert cli.main(["checkpoint", "prune", whole, *options]) == 0
     assert "4 experts per layer keep 1.0000 of all routes" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "average", whole, "--out", mean]) == 0
+    average = ["checkpoint", "average", "--out", mean, whole]
+    assert cli.main(average) == 0
     assert capsys.readouterr().out == f"{mean}: the mean of 1 checkpoint\n"
+    assert cli.main(average) == cli.main(["checkpoint", "prune", whole, *options]) == 0
+    assert capsys.readouterr().err.count("already done") == 2
+    assert cli.main([*average, pruned]) == cli.main([*average[:-1], pruned]) == EXIT_USER_ERROR
+    options[-3] = "0.9"
+    assert cli.main(["checkpoint", "prune", whole, *options]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.count("exists already") == 2
     assert cli.main(["checkpoint", "diff", whole, mean]) == 0
     assert capsys.readouterr().out.startswith("identical: ")
     assert cli.main(["checkpoint", "diff", whole, pruned]) == 0

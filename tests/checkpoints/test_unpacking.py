@@ -114,7 +114,10 @@ def test_the_tokenizer_has_the_ids(upcycled: Path, capsys: pytest.CaptureFixture
     made = load_tokenizer(tokenizer_folder(open_artifact(Path("tokenizer"), kind="tokenizer")))
     assert made.fingerprint == read_tokenizer(open_checkpoint(upcycled)).fingerprint
     assert f"{made.size:,} ids" in capsys.readouterr().out
-    assert main(["checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer"]) == 2
+    run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
+    assert "import: already done, tokenizer is up to date." in capsys.readouterr().err
+    run("checkpoint", "average", str(upcycled), "--out", "mean")
+    assert main(["checkpoint", "import", "mean", "--tokenizer", "--out", "tokenizer"]) == 2
     assert main(["checkpoint", "import", "m2m100", "--tokenizer", "--out", "other"]) == 2
     error = capsys.readouterr().err
     assert "--overwrite" in error

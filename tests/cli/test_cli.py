@@ -28,7 +28,7 @@ from pipeline.artifacts.manifest import MANIFEST_NAME, run_dir
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
-from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded
+from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_LOST, guarded
 from pipeline.cli.stage_commands import commands_of_stages
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe, recipe_names
@@ -428,8 +428,9 @@ def test_overwriting_an_unfinished_training_of_other_settings_keeps_its_states(
     bench.action = _build
     capsys.readouterr()
     assert bench.train("--overwrite") == 0
-    assert "5 updates (0.0 hours) of training set aside as" in capsys.readouterr().err
-    assert names_in(Path(bench.at("model.before-1.run")) / "states") == ["update-0000005"]
+    place = Path(bench.at("model.before-1.run"))
+    assert f"of training set aside as {place} (training" in capsys.readouterr().err
+    assert names_in(place / "states") == ["update-0000005"]
     assert not Path(bench.at("model.run")).exists()
 
 
@@ -539,6 +540,35 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     capsys.readouterr()
     assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("[gloo/pair.cc:553] Connection closed by peer [::1]:5. Check. GLHF!", "by peer [::1]:5"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited", "process exited"),
+    ],
+)
+def test_a_rank_that_lost_another_has_no_traceback_whichever_launcher_started_it(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: str,
+    cause: str,
+) -> None:
+    bench.read()
+    bench.action = _raise(RuntimeError(error))
+    capsys.readouterr()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError):
+        bench.train()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert bench.train() == EXIT_LOST
+    said = capsys.readouterr().err
+    assert said.startswith("mmnmt train: A connection to another rank was lost (RuntimeError: ")
+    assert f"{cause}). Look for the rank" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,22 @@ def test_under_srun_the_first_host_of_scontrol_and_a_port_from_the_job_are_used(
     assert rank_of(environment) == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("SLURM_TASKS_PER_NODE", "2(x", "numbers of tasks are wanted"),
+        ("SLURM_STEP_TASKS_PER_NODE", "two", "numbers of tasks are wanted"),
+        ("SLURM_NODEID", "3", "a whole number from 0 to 2 is wanted"),
+        ("SLURM_NODEID", "-1", "a whole number from 0 to 2 is wanted"),
+        ("SLURM_JOB_ID", "x", "a whole number is wanted"),
+    ],
+)
+def test_what_slurm_never_sets_is_named(name: str, text: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        discover(SLURM | {name: text})
+    assert f"The environment variable {name} is '{text}' where {wanted}" in str(refused.value)
+
+
 SMALL_STEP = {
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
     **{"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},

@@ -325,6 +325,25 @@ def test_a_job_without_a_stage_or_output_says_why(bench: Bench, arguments: list[
     assert not (bench.folder / "calls").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("MMNMT_MAX_RESTARTS", text) for text in ("abc", "-1", "")),
+        ("SLURM_RESTART_COUNT", "x"),
+        ("SLURM_TASKS_PER_NODE", "2(x2"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_one_sentence_before_any_rank_starts(
+    bench: Bench, name: str, text: str
+) -> None:
+    bench.variables = {name: text}
+    assert bench.run("") == EXIT_USER_ERROR
+    assert bench.said.startswith("mmnmt pretrain: ")
+    assert f"{name} " in bench.said
+    assert bench.said.count("\n") == 1
+    assert not bench.calls("srun")
+
+
 # ---------------------------------------------------------------- pure parts
 
 
@@ -361,6 +380,9 @@ def test_a_port_that_is_taken_is_left_out() -> None:
         (signal.SIGUSR1, {"EndTime": "2026-01-01T12:05:00", "Restarts": "2"}, "time limit"),
         (signal.SIGUSR1, {"EndTime": "2026-01-01T18:00:00"}, "asked to stop"),
         (signal.SIGUSR1, {"EndTime": "Unknown"}, "asked to stop"),
+        (signal.SIGUSR1, {"EndTime": "2026-01-01T12:05:00+0000"}, "asked to stop"),
+        (signal.SIGTERM, {"Restarts": "x"}, "canceled"),
+        (signal.SIGTERM, {"Restarts": ""}, "canceled"),
         (signal.SIGUSR1, {}, "asked to stop"),
     ],
 )

@@ -18,11 +18,12 @@ from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
 from pipeline.config.documents import toml_path
-from pipeline.errors import ArtifactError, ConfigError, SchedulerError
+from pipeline.errors import ArtifactError, ConfigError, Interrupted, SchedulerError
 from pipeline.jobs.job_endings import RankEnd, Start, Verdict, write_end, write_start, write_verdict
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
+from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Site
 from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
 from pipeline.jobs.submission import (
@@ -214,6 +215,31 @@ def test_the_next_call_goes_on_after_a_refusal(slurm: FakeSlurm, out: Path) -> N
     assert set(slurm.live()) == {task.name for task in graph(out).tasks}
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Interrupted("stopped by SIGTERM")])
+def test_a_stop_between_two_jobs_says_that_jobs_stay_and_how_to_go_on(
+    slurm: FakeSlurm, out: Path, stop: BaseException, is_taken: bool
+) -> None:
+    class Stopped(Scheduler):
+        def submit(self, request: Request) -> str:
+            if request.name != "mmnmt-tokenizer":
+                return super().submit(request)
+            if is_taken:
+                super().submit(request)
+            raise stop
+
+    said: list[str] = []
+    with pytest.raises(type(stop)):
+        submit_plan(graph(out), SITE, scheduler=Stopped(), say=said.append)
+    assert [line.partition(" ")[0] for line in said] == ["corpus:", "clean:", "Stopped"]
+    assert said[-1].endswith("submit again to go on, or end them with `mmnmt cancel`.")
+    first = slurm.ids()
+    assert len(first) == 2 + is_taken
+    submit(graph(out))
+    assert len(slurm.jobs) == len(slurm.live()) == len(graph(out).tasks)
+    assert slurm.ids().items() >= first.items()
+
+
 def answers(slurm: FakeSlurm, name: str, script: str) -> None:
     (slurm.bin / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
 
@@ -313,6 +339,18 @@ def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_cancele
     assert slurm.jobs[job]["state"] == "RUNNING"
     assert "failed" in status(graph(out))["corpus"]
     assert "submitted as job" in submit(one_stage(out))[0]
+
+
+@pytest.mark.parametrize(
+    ("shown", "restarts"), [("x", 0), ("", 0), ("1.5", 0), ("(null)", 0), (12, 12)]
+)
+def test_restarts_that_are_no_number_count_as_none(
+    slurm: FakeSlurm, out: Path, shown: object, restarts: int
+) -> None:
+    submit(one_stage(out))
+    job = slurm.ids()["corpus"]
+    slurm.become(job, "RUNNING", restarts=shown)
+    assert f"corpus running {job}.{restarts} " in status(one_stage(out))["corpus"]
 
 
 def test_a_job_that_still_ends_is_kept_or_followed(slurm: FakeSlurm, out: Path) -> None:
@@ -430,6 +468,9 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
 ) -> None:
     out = tmp_path / 'a run; of $HOME\'s 100 % & "touch" `touch made` hé'
     site = SITE.model_copy(update={"setup": "module load 'gcc'\nset -o nounset"})
+    dropped = "SBATCH_EXPORT SBATCH_OPEN_MODE SLURM_JOB_ID SLURM_ODD;NAME MMNMT_MAX_RESTARTS"
+    for name in (*dropped.split(), "MMNMT_SETUP", "SBATCH_RESERVATION", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
     ours = install(tmp_path / "one", monkeypatch)
     submit_plan(graph(out), site, say=lambda _: None)
     (out / RECORD_NAME).unlink()
@@ -438,6 +479,10 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     assert not theirs.jobs
     subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
     assert theirs.jobs == ours.jobs
+    given = {frozenset(job["environment"]) for job in ours.jobs.values()}
+    assert given == {
+        frozenset(("MMNMT_SETUP", "MMNMT_THREADS", "SBATCH_RESERVATION", "SLURM_CONF"))
+    }
 
 
 def test_printed_commands_tell_similar_names_apart(slurm: FakeSlurm, out: Path) -> None:

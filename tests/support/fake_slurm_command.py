@@ -75,7 +75,11 @@ def submit(
         "options": list(arguments[:script]),
         "after": options.get("dependency", ""),
         "stage": list(arguments[script + 1 :]),
-        "environment": {key: value for key, value in environment.items() if "MMNMT" in key},
+        "environment": {
+            key: value
+            for key, value in environment.items()
+            if key.startswith(("MMNMT_", "SBATCH_", "SLURM_"))
+        },
     }
     return f"{job_id}\n"
 

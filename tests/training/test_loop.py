@@ -445,7 +445,7 @@ def test_a_state_of_other_settings_is_refused_with_the_difference_and_kept_when_
         train(out_dir, other)
     place = set_aside(out_dir)
     assert train(out_dir) == DONE
-    assert newest_state(run_dir(place)) is not None
+    assert newest_state(place) is not None
     assert_same_runs(out_dir, straight)
 
 

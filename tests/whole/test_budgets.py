@@ -197,6 +197,15 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
+    ("pipeline/artifacts", 27, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline/jobs", 40, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline/cli", 24, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline/checkpoints", 1, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline/distributed", 24, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline", 4, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("tests/support", 4, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pages", 4, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("error messages", 2, "operator: what a kill, a stop or a wrong variable leaves"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

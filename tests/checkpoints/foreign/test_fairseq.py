@@ -144,8 +144,13 @@ def test_a_file_is_imported_and_translated_with_on_the_command_line(
     path = write_checkpoint(tmp_path / "12e12d.pt", as_fairseq(mrasp2), args)
     out = tmp_path / "imported"
     named = [f"--{name}={file}" for name, file in vocabulary.files().items()]
-    assert cli.main(["checkpoint", "import", str(path), *named, "--out", str(out)]) == 0
+    command = ["checkpoint", "import", str(path), *named, "--out", str(out)]
+    assert cli.main(command) == 0
     assert "3 languages" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    assert f"already done, {out} is up to date" in capsys.readouterr().err
+    assert cli.main([*command, "--languages", "de", "en"]) == EXIT_USER_ERROR
+    assert "exists already" in capsys.readouterr().err
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[decoding]\nbeam_size = 1\nstopping = "huggingface"\nmax_length_ratio = 0.0\n'
