@@ -85,8 +85,8 @@ def test_a_language_whose_module_is_gone_translates_by_the_shared_route_alone(
     command += ["--corpus=runs/demo/clean"]
     assert cli.main([*command, "--out=runs/refused"]) == 2
     assert "no language module for ru. Choose among de, en" in capsys.readouterr().err
-    assert cli.main([*command, "--route=shared", "--out=runs/pruned-translations"]) == 0
-    assert texts(done / "runs" / "pruned-translations") == texts(done / "runs" / "modules-shared")
+    assert cli.main([*command, "--set=decoding.route=shared", "--out=runs/pruned-shared"]) == 0
+    assert texts(done / "runs" / "pruned-shared") == texts(done / "runs" / "modules-shared")
 
 
 def test_a_plain_model_is_given_modules_and_stays_the_function_that_it_was(done: Path) -> None:
