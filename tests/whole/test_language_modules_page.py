@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -108,5 +109,5 @@ def test_the_overlays_of_the_page_exist() -> None:
     assert overlays == {"lms", "lms_fd", "language_experts_fd", "clsr", "switch16"}
     assert overlays <= set(recipe_names())
     for override in overrides:
-        changed = parse_overrides([override.removeprefix("--set ")])
+        changed = parse_overrides(shlex.split(override)[1:])
         assert changed.keys() <= Recipe.model_fields.keys()
