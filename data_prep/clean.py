@@ -391,8 +391,8 @@ def language_statistics(config: CleanConfig, results: list[PairResult]) -> dict[
     statistics: dict[str, object] = {
         "language_not_known": {result.pair: result.language_not_known for result in results}
     }
-    if config.identify_languages == "fasttext":
-        with Path(config.language_model).open("rb") as stream:
+    if config.language_model is not None:
+        with config.language_model.open("rb") as stream:
             statistics["language_model_sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
     return statistics
 

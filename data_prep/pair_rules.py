@@ -23,7 +23,6 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -182,19 +181,17 @@ that it takes for Indonesian."""
 
 def line_identifier(config: CleanConfig) -> "LineIdentifier | None":
     """Return the identifier of the settings, if any; ConfigError if its model cannot be read."""
-    match config.identify_languages:
-        case "no":
-            return None
-        case "langdetect":
-            return LineIdentifier(lid176())
-        case "fasttext":
-            path = config.language_model
-            if not Path(path).is_file():
-                raise ConfigError(
-                    f"clean.language_model names {path!r}, which is not a file. Name fastText's "
-                    "lid.176.bin or GlotLID's model.bin."
-                )
-            return LineIdentifier(FastText(path))
+    if config.identify_languages == "no":
+        return None
+    path = config.language_model
+    if path is None:
+        return LineIdentifier(lid176())
+    if not path.is_file():
+        raise ConfigError(
+            f"clean.identify_languages names {config.identify_languages!r}, which is not a file. "
+            "Name fastText's lid.176.bin, GlotLID's model.bin, langdetect or no."
+        )
+    return LineIdentifier(FastText(str(path)))
 
 
 class LineIdentifier:

@@ -1,7 +1,8 @@
 """Settings of data preparation, from the corpus to the language groups."""
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -122,6 +123,7 @@ class CleanConfig(Settings):
         "drop_swapped": (True,),
         "held_out_scope": ("all_pairs",),
         "language_min_characters": (40,),
+        "language_model": ("",),
         "near_duplicate_similarity": (0.8,),
         "pivot": ("en",),
     }
@@ -132,13 +134,12 @@ class CleanConfig(Settings):
     The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
-    identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
-    """Whether to drop lines with a side in another language than its own: fastText's lid.176
-    (``langdetect``) or the model ``language_model`` (``fasttext``) finds another, and langdetect or
-    the script of the side confirms it. Sides in languages that the model does not know, and sides
-    of fewer than 40 characters, are never judged."""
-    language_model: str = ""
-    """Local fastText model for ``fasttext``: lid.176.bin or GlotLID's model.bin."""
+    identify_languages: str = "no"
+    """Whether to drop lines with a side in another language than its own: ``no``; ``langdetect``,
+    if fastText's lid.176 finds another, and langdetect or the script of the side confirms it; or
+    the path of a fastText model, for example GlotLID's model.bin, in place of lid.176. Sides in
+    languages that the model does not know, and sides of fewer than 40 characters, are never
+    judged."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line of any pair, after folding
     letters and digits. Leaks are counted in any case."""
@@ -146,6 +147,19 @@ class CleanConfig(Settings):
     """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
     from de-en and en-fr, equal in the line of ``corpus.pivot``. They are cleaned as all others, and
     stop being zero-shot."""
+
+    @classmethod
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read ``identify_languages = "fasttext"`` with ``language_model`` as the model's path."""
+        if values.get("identify_languages") == "fasttext":
+            values["identify_languages"] = values.pop("language_model", "")
+        return values
+
+    @property
+    def language_model(self) -> Path | None:
+        """Return the path of a fastText model of the user; None: there is none."""
+        is_path = self.identify_languages not in ("no", "langdetect")
+        return Path(self.identify_languages) if is_path else None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -186,6 +200,8 @@ class TokenizerConfig(Settings):
 
     removed: ClassVar = {
         "language_token_scheme": ("underscores",),
+        "memory_bytes": (4 * 2**30,),
+        "sampling_temperature": (5.0,),
         "seed": (1,),
     }
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
@@ -212,13 +228,9 @@ class TokenizerConfig(Settings):
     ``sentencepiece`` and ``characters``)."""
     character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
     """Share of characters that the vocabulary covers; less than 1 garbles Chinese."""
-    sampling_temperature: Temperature = 5.0
-    """Temperature T with which languages are sampled for training: p ∝ n^(1/T)."""
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
-    """Lines drawn for training over all languages, as far as ``memory_bytes`` permits."""
-    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 4 * 2**30
-    """Predicted memory that training may take, in bytes; bounds the sample. The default fits a
-    machine with 8 GB, where about 200 MB of text are drawn."""
+    """Lines drawn for training over all languages, with temperature 5 (p ∝ n^(1/5)), and at most
+    about 200 MB of text, for which training takes 4 GiB of memory."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the

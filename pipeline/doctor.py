@@ -297,10 +297,10 @@ def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
         options.add("flores200")
     for option in sorted(options) if stage == "evaluate" else ():
         yield from _missing_bleu_model(option)
-    is_asked = stage == "clean" and recipe.clean.identify_languages == "fasttext"
-    if is_asked and not Path(recipe.clean.language_model).is_file():
+    model = recipe.clean.language_model if stage == "clean" else None
+    if model is not None and not model.is_file():
         yield (
-            f"clean.language_model {recipe.clean.language_model!r} is no file. Fetch "
+            f"clean.identify_languages {recipe.clean.identify_languages!r} is no file. Fetch "
             "lid.176.bin or GlotLID's model.bin, and name it."
         )
     if stage in ("train_tokenizer", "make_shards"):

@@ -432,7 +432,7 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
         )
         for seed, (name, checkpoint) in enumerate(made_by.items(), start=1)
     }
-    settings = EvaluationConfig(scores=("bleu",), word_accuracy=True)
+    settings = EvaluationConfig(scores=("bleu",), word_accuracy="target")
     more = {"training": corpus_of_training(tmp_path / "trained"), "given/dense": dense}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings, more=more))
     document = made.read_json("scores.json")
@@ -514,7 +514,7 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
         "tokenizer": open_artifact(tmp_path / "tokenizer", kind="tokenizer"),
     }
     answers = {"shuffled": shuffled, "copied": copied}
-    made = scored(tmp_path, corpus, answers, more=more, word_accuracy=True, scores=("bleu",))
+    made = scored(tmp_path, corpus, answers, more=more, word_accuracy="target", scores=("bleu",))
     words = made.read_json("scores.json")["words"]
     assert words["training_lines"] == {"de": 1, "en": 2, "fr": 1}
     assert words["families"].keys() == {"into_pivot", "zero_shot", "out_of_pivot"}
@@ -539,7 +539,7 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     """Translations equal to the references have all their aligned source words right."""
-    settings = {"word_accuracy": True, "word_side": "source", "scores": ("bleu",)}
+    settings = {"word_accuracy": "source", "scores": ("bleu",)}
     more = {"training": corpus_of_training(tmp_path / "trained")}
     made = scored(tmp_path, corpus, {"perfect": perfect}, more=more, **settings)
     words = made.read_json("scores.json")["words"]
@@ -556,7 +556,7 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
     [
         ({}, "comet", "scores does not list comet. Add it there, or leave"),
         ({"scores": ["comet"]}, None, "no model is given. Name its directory with --comet"),
-        ({}, "tokenizer", "word_accuracy is false. Set it to true, or leave"),
+        ({}, "tokenizer", "word_accuracy is no. Set it to target or source, or"),
         ({"language_sets": {"Long": ("myanmar",)}}, None, "'myanmar' is no language code"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_value_is_toml_or_a_bare_word(text: str, expected: dict[str, Any]) -> 
         *("training.updates", "updates=300", "=300", "training.updates=", "training.=3"),
         *("training..updates=3", "corpus.languages=['de'", 'corpus.source="tmx', "a b.c=3"),
         *("training.updates=3\ntraining.seed=2", "a." * 40 + "b=1", f"a.b={'[' * 900}{']' * 900}"),
-        r'clean.language_model="a\u0000b"',
+        r'decoding.comet="a\u0000b"',
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(text: str) -> None:

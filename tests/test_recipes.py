@@ -165,7 +165,7 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ('[evaluation.language_sets]\nLong = "my"', 'Long is my. Write a list, ["my"].'),
         ('corpus = "tmx"', "corpus is tmx. Write it as a table, [corpus]."),
         ("[corpus]\npivot = 3", "corpus.pivot is 3. Write text in quotes."),
-        ("[evaluation]\nword_accuracy = 3", "word_accuracy is 3. Write true or false."),
+        ("[evaluation]\nnearest_neighbor = 3", "nearest_neighbor is 3. Write true or false."),
         ('[corpus]\nsource = "mses"', "corpus.source is mses. Did you mean 'moses'?"),
         ('[corpus]\nsource = "xml"', "corpus.source is xml. Choose from tree, cldr, hub, tmx,"),
         ('[model.front]\nkind = "mcs"', "model.front.kind is mcs. Did you mean 'msc'?"),

@@ -352,6 +352,9 @@ def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
         ({"clean": {"drop_copies": True, "pivot": "en"}}, None),
         ({"upcycling": {"kept_experts": []}, "tokenizer": {"seed": 1}}, None),
         ({"clean": {"drop_copies": "true"}, "groups": {"pivot": "en"}}, None),
+        ({"tokenizer": {"memory_bytes": 2**32, "sampling_temperature": 5}}, None),
+        ({"clean": {"language_model": ""}, "model": {"embedding": {"one_hot": "one_scale"}}}, None),
+        ({"evaluation": {"word_accuracy": False, "word_side": "source"}}, None),
         ({"corpus": {"pivot": "de"}, "tests": {"pivot": "en"}}, "tests.pivot is en, and corpus"),
         ({"clean": {"pivot": "fr"}}, "clean.pivot is fr, and corpus.pivot, .* is en. Set corpus"),
         ({"clean": {"joined_pairs": ["de-en"]}}, "names 'de-en', which has the pivot"),
@@ -369,6 +372,51 @@ def test_a_setting_that_is_gone_is_read_at_its_default_only(
         return
     with pytest.raises(ValidationError, match=message):
         Recipe.model_validate({"name": "old", **tree})
+
+
+@pytest.mark.parametrize(
+    ("section", "noted", "today"),
+    [
+        (
+            "clean",
+            {"identify_languages": "fasttext", "language_model": "a.bin"},
+            {"identify_languages": "a.bin"},
+        ),
+        (
+            "evaluation",
+            {"word_accuracy": True, "word_side": "source"},
+            {"word_accuracy": "source"},
+        ),
+        ("evaluation", {"word_accuracy": True}, {"word_accuracy": "target"}),
+        (
+            "model",
+            {"embedding": {"input": "one_hot", "one_hot": "two_scales"}},
+            {"embedding": {"input": "one_hot_two_scales"}},
+        ),
+        (
+            "model",
+            {"front": {"kind": "ada_msha", "weights": "logits", "scaled": "after"}},
+            {"front": {"kind": "ada_msha"}},
+        ),
+        (
+            "model",
+            {"language_modules": {"kind": "low_rank", "within": "both", "cross_attention": False}},
+            {
+                "language_modules": {
+                    "kind": "low_rank",
+                    "within": ["feed_forward", "self_attention"],
+                }
+            },
+        ),
+    ],
+)
+def test_two_settings_that_became_one_are_read(
+    section: str, noted: dict[str, Any], today: dict[str, Any]
+) -> None:
+    one, other = (
+        Recipe.model_validate({"name": "old", section: found}) for found in (noted, today)
+    )
+    assert one == other
 
 
 def test_a_pivot_of_a_stage_may_repeat_that_of_the_corpus() -> None:

@@ -51,13 +51,13 @@ DECIDING = {
         "import_tests": {"tests": "directions languages", "corpus": "pivot"},
         "add_translations": {"synthetic": "min_round_trip min_score use"},
         "clean": {
-            "clean": "drop_held_out_overlap identify_languages joined_pairs language_model "
+            "clean": "drop_held_out_overlap identify_languages joined_pairs "
             "max_bytes max_characters max_length_ratio",
             "corpus": "pivot",
         },
         "train_tokenizer": {
-            "tokenizer": "byte_fallback character_coverage kind memory_bytes model_type "
-            "normalization sample_lines sampling_temperature segmenters target_languages "
+            "tokenizer": "byte_fallback character_coverage kind model_type "
+            "normalization sample_lines segmenters target_languages "
             "target_vocabulary_size vocabulary_size"
         },
         "make_shards": {"shards": "max_tokens"},
@@ -88,7 +88,7 @@ DECIDING = {
         "analyze_lengths": {},
         "evaluate": {
             "evaluation": "baseline bleu_tokenizer language_accuracy language_sets "
-            "nearest_neighbor resamples scores word_accuracy word_side",
+            "nearest_neighbor resamples scores word_accuracy",
             "training": "resource_thresholds",
         },
         "finetune_task": {

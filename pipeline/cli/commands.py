@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from data_prep.settings import MAX_VOCABULARY
 from pipeline.cli import model_commands, plan_commands
@@ -17,7 +17,7 @@ from pipeline.cli.parser import (
     whole_number,
 )
 from pipeline.config.ds_config import AUTO, ds_config_names
-from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, MAX_STATES, Route
+from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, MAX_STATES
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan import plan_names
 
@@ -173,8 +173,6 @@ translate: translate lines of standard input to standard output
 {model_commands.DEMO} by validation perplexity)
     --recipe NAME  recipe with the settings of the search
     {_SET}
-    --route  route through a model with language modules and a shared module, instead of the \
-recipe's
     --from CODE!  source language, as en
     --to CODE!  target language, as de
     --n-best N  print the N best hypotheses of different text, or N samples, with scores; each \
@@ -200,8 +198,6 @@ MODULE, which share these directories (needs the extra mpi)
     {_DS_CONFIG}
     --profile FIRST:LAST  profile these updates on rank 0: a trace and a table of operators in \
 OUT.profile
-    --route  route through a model with language modules and a shared module, instead of the \
-recipe's
 """
 """Commands, each with its options: a name, a metavar and, after two spaces, the help.
 
@@ -224,7 +220,6 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "--processes": whole_number(MAX_PROCESSES),
     "--profile": update_window,
     "--rank": whole_number(MAX_RANKS, least=0),
-    "--route": {"choices": get_args(Route)},
     "--scores": path_option,
     "--set": {"dest": "overrides"},
     "--vocabulary": whole_number(MAX_VOCABULARY),

@@ -190,7 +190,7 @@ def export(options: argparse.Namespace, **given: Any) -> str:
 
 DEMO = Path("runs/demo")
 """Folder of a plan with the models from which the filter takes the best if none is named."""
-_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required", "route")
+_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
 """Options of the filter that replace settings of the recipe."""
 _START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="report">\n'
 """Beginning of a page, by which it is recognized: a page replaces no other file."""

@@ -204,9 +204,6 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
     """
     given = vars(options)
     recipe = chosen_recipe(options) if stage.sections else load_recipe(None)
-    if given.get("route"):
-        route = {"route": given["route"]}
-        recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, RawInput] = {}
     records: dict[str, InputRecord] = {}
@@ -323,7 +320,6 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         "--mpi": stage.spreads_over_mpi,
         "--ds-config": stage.trains,
         "--profile": stage.trains,
-        "--route": stage.name == "translate",
     }
     add_options(parser, ((name, given[name]) for name, has in chosen.items() if has))
     if stage.parallel == "ranks":

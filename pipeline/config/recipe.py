@@ -94,16 +94,14 @@ class CoreRecipe(Settings):
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()
 
-    @model_validator(mode="before")
     @classmethod
-    def _leave_out_pivots(cls, values: Any) -> Any:
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Leave out the pivots that stages had of their own, if they equal the corpus's."""
-        corpus = values.get("corpus") if isinstance(values, Mapping) else None
-        default = CorpusConfig.model_fields["pivot"].default
-        pivot = corpus.get("pivot", default) if isinstance(corpus, Mapping) else default
-        values = dict(values) if isinstance(values, Mapping) else values
+        corpus, pivot = values.get("corpus"), CorpusConfig.model_fields["pivot"].default
+        if isinstance(corpus, Mapping):
+            pivot = corpus.get("pivot", pivot)
         for name in ("tests", "clean", "groups"):
-            section = values.get(name) if isinstance(values, Mapping) else None
+            section = values.get(name)
             if isinstance(section, Mapping) and "pivot" in section:
                 if section["pivot"] != pivot:
                     raise ValueError(

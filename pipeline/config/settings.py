@@ -49,11 +49,17 @@ class Settings(BaseModel):
     removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Settings of earlier versions → values with the result of today, which stored runs note."""
 
+    @classmethod
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return settings that earlier versions had in another form as today has them."""
+        return values
+
     @model_validator(mode="before")
     @classmethod
     def _leave_out_removed(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or cls.removed.keys().isdisjoint(values):
+        if not isinstance(values, Mapping):
             return values
+        values = cls.of_today({**values})
         others = [
             f"{name} = {_given(values[name])}"
             for name, same in cls.removed.items()

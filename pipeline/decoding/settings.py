@@ -1,6 +1,5 @@
 """Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -16,11 +15,10 @@ class DecodingConfig(Settings):
         "utility": ("chrf", "comet"),
     }
 
-    @model_validator(mode="before")
     @classmethod
-    def _check_removed_utility(cls, values: Any) -> Any:
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Refuse the setting that named the measure of "mbr" where ``comet`` names another one."""
-        if isinstance(values, Mapping) and "utility" in values:
+        if "utility" in values:
             is_comet, has_model = values["utility"] == "comet", bool(values.get("comet"))
             if is_comet != has_model and (is_comet or values.get("choose") == "mbr"):
                 raise ValueError(

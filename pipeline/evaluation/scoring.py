@@ -231,10 +231,11 @@ class _Scoring:
 
     def _word_accuracy(self, groups: Mapping[str, Sequence[str]]) -> WordAccuracy | None:
         settings = self.call.recipe.evaluation
-        if not settings.word_accuracy:
+        side = settings.word_accuracy
+        if side == "no":
             return None
         codes = {*self.targets}
-        if settings.word_side == "source":
+        if side == "source":
             codes |= {profile.direction.source for profile in self.profiles}
         given = word_accuracy.WordInputs(
             self.corpus,
@@ -242,7 +243,7 @@ class _Scoring:
             training=self.training,
             tokenizer=self.call.artifacts.get("tokenizer"),
             tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
-            side=settings.word_side,
+            side=side,
         )
         tasks = word_accuracy.word_tasks(given, self.profiles)
         results = [*self._in_parallel(word_accuracy.words_of_language, tasks, label="words")]
@@ -391,10 +392,10 @@ def check_inputs(call: StageCall) -> None:
             else "evaluation.scores lists comet, but no model is given. Name its directory with "
             "--comet, or leave comet out."
         )
-    if "tokenizer" in call.artifacts and not settings.word_accuracy:
+    if "tokenizer" in call.artifacts and settings.word_accuracy == "no":
         raise ConfigError(
-            "--tokenizer is used only for word accuracy, and evaluation.word_accuracy is false. "
-            "Set it to true, or leave the option out."
+            "--tokenizer is used only for word accuracy, and evaluation.word_accuracy is no. Set "
+            "it to target or source, or leave the option out."
         )
     for code in (code for codes in settings.language_sets.values() for code in codes):
         parse_tag(code)

@@ -1,6 +1,6 @@
 """Settings of evaluation: the section ``[evaluation]`` of a recipe."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,14 +40,20 @@ class EvaluationConfig(Settings):
     language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Named sets of languages to average over, for example ``Long = ["my", "ta"]``. A direction
     belongs to the sets of its language that is not the pivot."""
-    word_accuracy: bool = False
-    """Whether to score words by their frequency in training (first 100,000 lines of a pair), by
-    their length and, if evaluate has a tokenizer, by their number of subwords."""
-    word_side: Literal["target", "source"] = "target"
-    """Side of the words that are grouped: words of references and translations, or the source words
-    aligned to them (LOBEF, Figures 3 and 4)."""
+    word_accuracy: Literal["no", "target", "source"] = "no"
+    """Words to score by their frequency in training (first 100,000 lines of a pair), by their
+    length and, if evaluate has a tokenizer, by their number of subwords: words of references and
+    translations (``target``), or the source words aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
     """Resamples of the test lines, for confidence intervals and tests against the baseline."""
+
+    @classmethod
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read true and false, and the side that ``word_side`` named."""
+        if isinstance(asked := values.get("word_accuracy"), bool):
+            side = values.pop("word_side", "target")
+            values["word_accuracy"] = side if asked else "no"
+        return values
 
     @property
     def computed_scores(self) -> tuple[ScoreName, ...]:

@@ -1,9 +1,10 @@
 """Word accuracy by frequency, fertility and length of words, with word alignment for source words.
 
 A word of a translation is correct if the reference of its line has it too, as often as the
-reference has it. These words, or the source words that they translate (``evaluation.word_side``),
-are grouped by their frequency in the training lines, by their fertility (the number of subwords
-that a tokenizer makes of the word by itself) and by their length in characters.
+reference has it. These words, or the source words that they translate
+(``evaluation.word_accuracy``), are grouped by their frequency in the training lines, by their
+fertility (the number of subwords that a tokenizer makes of the word by itself) and by their length
+in characters.
 
 Precision, recall and F-measure of a group are computed as in compare-mt (Neubig et al. 2019,
 ``bucketers.py``), which made LOBEF's Figures 3 and 4. compare-mt reads alignments of source words

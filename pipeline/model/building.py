@@ -60,7 +60,7 @@ def _build_side(
         dropout = own.moe_dropout if has_experts(model, index) else None
         layers.append(layer(model, own, feed_forward, feed_forward_dropout=dropout))
     # Shaham and Levy (2021) apply no dropout to the encoder's one-hot embeddings.
-    drops = model.embedding.input != "one_hot" or model.embedding.one_hot == "fixed_scale"
+    drops = model.embedding.input not in ("one_hot", "one_hot_two_scales")
     dropout = rates.dropout if drops or side == "decoder" else 0.0
     stack = Stack(model, layers, dropout=dropout)
     for extension in extensions():
@@ -121,7 +121,7 @@ def rates_of_last(model: ModelConfig, rates: Regularization) -> Regularization:
     With tied one-hot embeddings its states are the logits, to which the code of Shaham and Levy
     (2021) applies no dropout.
     """
-    if model.embedding.one_hot != "two_scales":
+    if model.embedding.input != "one_hot_two_scales":
         return rates
     return replace(rates, dropout=0.0, moe_dropout=None)
 

@@ -39,11 +39,11 @@ class Embedding(nn.Module):
             case "learned" | "frozen":
                 is_learned = config.input == "learned"
                 self.weight = nn.Parameter(torch.empty(vocabulary, width), requires_grad=is_learned)
-            case "one_hot" if config.one_hot != "fixed_scale":
+            case "one_hot" | "one_hot_two_scales":
                 self.input_scale = nn.Parameter(torch.empty(1))
-                if config.one_hot == "two_scales":
+                if config.input == "one_hot_two_scales":
                     self.target_input_scale = nn.Parameter(torch.empty(1))
-            case "one_hot":
+            case "one_hot_fixed_scale":
                 pass
         match config.output:
             case "untied":

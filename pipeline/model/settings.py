@@ -1,6 +1,6 @@
 """Settings of the model: the section ``[model]`` of a recipe."""
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -24,11 +24,6 @@ Activation = Literal["relu", "gelu"]
 CapacityFactor = Annotated[float, number(above=0, most=1000)]
 MAX_POSITION_VALUES = 2**30
 """Largest product of width and positions: a float32 table of sinusoids takes 4 GiB."""
-
-
-OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
-Scale = Annotated[int, whole(0, 8)]
-"""Scale δ of MoCE (eq. 9): 0 uses only the token; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
 class MoEConfig(Settings):
@@ -67,30 +62,33 @@ class MoEConfig(Settings):
 class EmbeddingConfig(Settings):
     """Input embeddings and the output projection."""
 
-    input: Literal["learned", "frozen", "one_hot"] = "learned"
+    removed: ClassVar = {"one_hot": ("one_scale",)}
+    input: Literal["learned", "frozen", "one_hot", "one_hot_two_scales", "one_hot_fixed_scale"] = (
+        "learned"
+    )
     """Input embeddings. ``learned``: a trained table; ``frozen``: a table that keeps its initial
-    values; ``one_hot``: row i is the unit vector e_i times a scale, so that the vocabulary must not
-    exceed model.width."""
+    values; ``one_hot``: row i is the unit vector e_i times a scale that encoder and decoder share
+    and learn, which starts at sqrt(width); ``one_hot_two_scales``: each learns its own, and the
+    sublayers of the last decoder layer have no dropout (the code of Shaham and Levy, 2021, and of
+    LOBEF with ``--no-embed``); ``one_hot_fixed_scale``: no scale is learned, and dropout is as for
+    learned embeddings (LOBEF's scripts). For one-hot embeddings the vocabulary must not exceed
+    model.width."""
     output: Literal["tied", "untied"] = "tied"
     """Output projection: the input's table (``tied``) or a separate one (``untied``)."""
-    one_hot: Literal["one_scale", "two_scales", "fixed_scale"] = "one_scale"
-    """Scales of ``input = "one_hot"``, which start at sqrt(width). ``one_scale``: encoder and
-    decoder share one learned scale; ``two_scales``: each learns its own, and the sublayers of the
-    last decoder layer have no dropout (the code of Shaham and Levy, 2021, and of LOBEF with
-    ``--no-embed``); ``fixed_scale``: no scale is learned, and dropout is as for learned embeddings
-    (LOBEF's scripts)."""
+
+    @classmethod
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read the scales that ``one_hot`` named as part of ``input``."""
+        if values.get("input") == "one_hot" and values.get("one_hot", "one_scale") != "one_scale":
+            values["input"] = f"one_hot_{values.pop('one_hot')}"
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.one_hot != "one_scale" and self.input != "one_hot":
+        if self.input == "one_hot_fixed_scale" and self.output == "tied":
             raise ValueError(
-                f"one_hot is {self.one_hot!r}, and input is {self.input!r}, which has no such "
-                'scales: leave it out, or set input to "one_hot"'
-            )
-        if self.one_hot == "fixed_scale" and self.output == "tied":
-            raise ValueError(
-                "one_hot is 'fixed_scale' and output is 'tied', so that no logit could be learned: "
-                'set output to "untied"'
+                "input is 'one_hot_fixed_scale' and output is 'tied', so that no logit could be "
+                'learned: set output to "untied"'
             )
         return self
 

@@ -51,7 +51,8 @@ class ModelSpec(Settings):
                 f"output_size {self.output_size} does not lie above pad_id {self.pad_id} and "
                 f"within vocabulary_size {self.vocabulary_size}"
             )
-        if self.model.embedding.input == "one_hot" and self.vocabulary_size > self.model.width:
+        is_one_hot = self.model.embedding.input.startswith("one_hot")
+        if is_one_hot and self.vocabulary_size > self.model.width:
             raise ValueError(
                 f"embedding.input is one_hot, and the vocabulary of {self.vocabulary_size:,} does "
                 f"not fit a width of {self.model.width:,}: make model.width larger, or the "

@@ -65,7 +65,7 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
     "front",
     [
         {},
-        {"language_vector": False, "top_k": 1, "single_weight": "logit"},
+        {"language_vector": False, "top_k": 1, "reading": "code"},
         {"top_k": 3},
     ],
 )

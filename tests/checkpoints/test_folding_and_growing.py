@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.exported_models import own_checkpoint
 from support.stored_checkpoints import byte_spec, make_checkpoint, set_to, stored, weights_of
-from support.tiny_models import random_batch, tiny_model, tiny_spec
+from support.tiny_models import EVERYWHERE, random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline import cli
@@ -32,7 +32,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 KINDS: dict[str, dict[str, Any]] = {
-    "low_rank": {"kind": "low_rank", "rank": 3, "within": "both", "shared": True},
+    "low_rank": {"kind": "low_rank", "rank": 3, "within": EVERYWHERE, "shared": True},
     "language_experts": {"kind": "language_experts", "shared": True},
     "clsr": {"kind": "clsr", "gate_width": 4, "shared_projection": "none"},
 }

@@ -226,7 +226,7 @@ def custom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CleanConfig:
     monkeypatch.setattr(fasttext, "load_model", load_model)
     path = tmp_path / "lid.bin"
     path.write_bytes(b"model")
-    return CleanConfig(identify_languages="fasttext", language_model=str(path))
+    return CleanConfig(identify_languages=str(path))
 
 
 def test_labels_of_lid176_and_glotlid_are_our_codes(custom: CleanConfig) -> None:
@@ -267,4 +267,4 @@ def test_a_model_that_cannot_be_read_is_refused_in_a_sentence(
 ) -> None:
     (tmp_path / "other.bin").write_bytes(b"no model")
     with pytest.raises(ConfigError, match=said):
-        line_identifier(custom.model_copy(update={"language_model": str(tmp_path / name)}))
+        line_identifier(custom.model_copy(update={"identify_languages": str(tmp_path / name)}))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.m2m100_peer import m2m100_peer, padded
 from support.searched_models import Kind, model_of, next_log_p, rounded, translate
-from support.tiny_models import EOS_ID, PAD_ID, random_examples, source_of
+from support.tiny_models import EOS_ID, EVERYWHERE, PAD_ID, random_examples, source_of
 
 from pipeline.batching.batch import collate
 from pipeline.config.settings import Route
@@ -78,7 +78,7 @@ def test_attention_is_the_mean_of_the_heads_of_the_peer_s_layer(layer: int) -> N
 
 
 MODULES: dict[str, dict[str, Any]] = {
-    "low_rank": {"kind": "low_rank", "rank": 3, "within": "both", "shared": True},
+    "low_rank": {"kind": "low_rank", "rank": 3, "within": EVERYWHERE, "shared": True},
     "language_experts": {"kind": "language_experts", "shared": True},
     "clsr": {"kind": "clsr", "gate_width": 4},
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_recipes import small_recipe
+from support.tiny_models import EVERYWHERE
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
@@ -374,7 +375,7 @@ WAITS = {("language experts", "a100"): 2}
 MODULES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "LMS": ("+lms", {}, {"a100": 1550, "h100": 1350}),
     "LMS, rank 20": ("+lms", {"rank": 20}, {"a100": 1550, "h100": 1550}),
-    "LMS, both": ("+lms", {"within": "both"}, {"a100": 3300, "h100": 2600}),
+    "LMS, both": ("+lms", {"within": EVERYWHERE}, {"a100": 3300, "h100": 2600}),
     "LMS + FD": ("+lms_fd", {}, {"a100": 3450, "h100": 3050}),
     "CLSR": ("+clsr", {}, {"a100": 2300, "h100": 2200}),
     "CLSR*": ("+clsr", {"tables": "per_sublayer"}, {"a100": 2300, "h100": 2200}),

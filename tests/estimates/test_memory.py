@@ -17,7 +17,7 @@ from support.fp16_on_cpu import fp16_on_cpu
 from support.fronted_models import FRONTS, fronted_spec
 from support.passes import passes_of
 from support.process_pool import ProcessPool
-from support.tiny_models import random_batch, tiny_spec
+from support.tiny_models import EVERYWHERE, random_batch, tiny_spec
 from support.tiny_training import Inputs, make_inputs
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,7 +64,7 @@ FP16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_sc
 
 
 MODULES: dict[str, dict[str, object]] = {
-    "low rank": {"kind": "low_rank", "rank": 8, "within": "both"},
+    "low rank": {"kind": "low_rank", "rank": 8, "within": EVERYWHERE},
     "low rank, language-wise": {"kind": "low_rank", "rank": 12, "synthesis": "language_wise"},
     "CLSR": {"kind": "clsr", "gate_width": 16},
     "CLSR*, nothing shared": {

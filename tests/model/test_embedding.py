@@ -36,8 +36,8 @@ KINDS = [*product(("learned", "frozen", "one_hot"), ("tied", "untied"))]
 VOCABULARY, WIDTH = 30, 32
 
 
-def spec_of(input: str, output: str, **more: str) -> ModelSpec:
-    embedding = {"input": input, "output": output, **more}
+def spec_of(input: str, output: str) -> ModelSpec:
+    embedding = {"input": input, "output": output}
     return tiny_spec(vocabulary=VOCABULARY, width=WIDTH, model={"embedding": embedding})
 
 
@@ -77,16 +77,12 @@ def test_nothing_is_dropped_of_one_hot_embeddings_as_the_encoder_takes_them(inpu
     assert kept == [input == "one_hot", False]
 
 
-def one_hot_spec(kind: str, output: str = "tied") -> ModelSpec:
-    return spec_of("one_hot", output, one_hot=kind)
-
-
 def test_encoder_and_decoder_can_have_a_scale_each() -> None:
     """By hand: row i of the identity, times the scale of its side; and all three are learned.
 
     They start at the root of the width.
     """
-    spec = one_hot_spec("two_scales")
+    spec = spec_of("one_hot_two_scales", "tied")
     assert num_parameters(spec) == num_parameters(spec_of("one_hot", "tied")) + 1
     model = build_model(spec)
     initialize_weights(model, seed=1)
@@ -109,7 +105,7 @@ def test_encoder_and_decoder_can_have_a_scale_each() -> None:
 
 
 def test_a_fixed_scale_is_no_parameter_and_is_refused_without_an_output() -> None:
-    spec = one_hot_spec("fixed_scale", "untied")
+    spec = spec_of("one_hot_fixed_scale", "untied")
     body = num_parameters(spec_of("learned", "tied")) - VOCABULARY * WIDTH
     assert num_parameters(spec) == body + VOCABULARY * WIDTH
     for dtype in (torch.float32, torch.bfloat16):
@@ -119,31 +115,30 @@ def test_a_fixed_scale_is_no_parameter_and_is_refused_without_an_output() -> Non
         torch.testing.assert_close(model.embedding(ids), expected)
         assert model(random_batch(spec, sentences=2, seed=1)).logits_LV.dtype == dtype
     with pytest.raises(ValueError, match='set output to "untied"'):
-        one_hot_spec("fixed_scale")
-    with pytest.raises(ValueError, match='set input to "one_hot"'):
-        tiny_spec(model={"embedding": {"one_hot": "two_scales"}})
+        spec_of("one_hot_fixed_scale", "tied")
 
 
-@pytest.mark.parametrize("kind", ["learned", "one_scale", "two_scales", "fixed_scale"])
+@pytest.mark.parametrize(
+    "kind", ["learned", "one_hot", "one_hot_two_scales", "one_hot_fixed_scale"]
+)
 def test_what_is_dropped_follows_the_code_of_one_hot_models(kind: str) -> None:
     """With fairseq's ``no_embed``: none of encoder inputs, none in the last decoder layer."""
-    output = "untied" if kind == "fixed_scale" else "tied"
-    spec = spec_of("learned", "tied") if kind == "learned" else one_hot_spec(kind, output)
+    spec = spec_of(kind, "untied" if kind == "one_hot_fixed_scale" else "tied")
     model = tiny_model(spec, regularization=Regularization(dropout=0.5))
     layers = [*model.encoder.layers, *model.decoder.layers]
     rates = [
         {one.dropout for one in layer.modules() if isinstance(one, ResidualNorm)}
         for layer in layers
     ]
-    last = {0.0} if kind == "two_scales" else {0.5}
+    last = {0.0} if kind == "one_hot_two_scales" else {0.5}
     assert rates == [{0.5}] * (len(layers) - 1) + [last]
-    assert model.encoder.dropout == (0.5 if kind in ("learned", "fixed_scale") else 0.0)
+    assert model.encoder.dropout == (0.5 if kind in ("learned", "one_hot_fixed_scale") else 0.0)
     assert model.decoder.dropout == 0.5
 
 
 def test_a_model_with_a_scale_for_each_side_decodes_as_it_is_trained() -> None:
     """Logits of a step by step pass are those of the pass over the whole target."""
-    model = tiny_model(one_hot_spec("two_scales")).eval()
+    model = tiny_model(spec_of("one_hot_two_scales", "tied")).eval()
     assert model.embedding.target_input_scale is not None
     with torch.no_grad():
         model.embedding.target_input_scale.fill_(2.0)

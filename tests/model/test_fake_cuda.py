@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import random_batch, tiny_spec
+from support.tiny_models import EVERYWHERE, random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,7 +40,7 @@ def put_on_cuda(model: Transformer, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
 
 
-LMS: dict[str, Any] = {"kind": "low_rank", "rank": 8, "within": "both"}
+LMS: dict[str, Any] = {"kind": "low_rank", "rank": 8, "within": EVERYWHERE}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from support.served import (
     make_model,
     serving,
 )
+from support.tiny_models import EVERYWHERE
 
 from pipeline import cli
 from pipeline.decoding.text_input import without_line_breaks
@@ -128,7 +129,7 @@ def test_translations_are_those_of_the_command_whatever_the_load(
     assert lines_per_batch[0] > lines_per_batch[1]
 
 
-MODULES = {"kind": "low_rank", "rank": 3, "within": "both"}
+MODULES = {"kind": "low_rank", "rank": 3, "within": EVERYWHERE}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pipeline.seeds import named_generator
 PAD_ID = 1
 EOS_ID = 2
 FIRST_PIECE = 4
+EVERYWHERE = ("feed_forward", "self_attention", "cross_attention")  # low-rank modules
 
 
 def tiny_spec(

@@ -15,7 +15,7 @@ from support.fronted_models import FRONTS, fronted_spec
 from support.passes import join
 from support.plain_training import MOE, micro_batches
 from support.sigmoid_router import SigmoidRouter
-from support.tiny_models import tiny_model, tiny_spec
+from support.tiny_models import EVERYWHERE, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
@@ -58,7 +58,7 @@ SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
         tiny_spec(moe=TIGHT.model_copy(update={"combine_weights": "probability"})),
         {},
     ),
-    "low rank": (with_modules(kind="low_rank", rank=2, within="both"), {}),
+    "low rank": (with_modules(kind="low_rank", rank=2, within=EVERYWHERE), {}),
     "distilled": (with_modules(kind="low_rank", rank=2, shared=True), DISTILLED),
     "language experts": (with_modules(kind="language_experts"), {}),
     "clsr": (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.process_pool import RankFailed
+from support.tiny_models import EVERYWHERE
 from support.tiny_training import (
     Inputs,
     Train,
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 UPDATES = 4
 DISTILLED = {"objective": "fuse_distillation"}
 MODELS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "low_rank": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
+    "low_rank": ({"kind": "low_rank", "rank": 2, "within": EVERYWHERE}, {}),
     "distilled": ({"kind": "low_rank", "rank": 2, "shared": True}, DISTILLED),
     "language_experts": (
         {"kind": "language_experts", "shared": True},

@@ -387,7 +387,7 @@ def test_the_tables_of_lobef_have_their_rows() -> None:
     one_hot = [f"{name}, one-hot" for name in dense[2:]]
     assert list(table_3) == dense + one_hot
     assert [one.model.embedding.input for one in table_3.values()] == [
-        *(["learned"] * 5 + ["one_hot"] * 3)
+        *(["learned"] * 5 + ["one_hot_two_scales"] * 3)
     ]
     pieces = table_3["Subword"].tokenizer
     assert (pieces.model_type, pieces.vocabulary_size) == ("bpe", 64_000)
@@ -413,7 +413,7 @@ def test_the_tables_of_lobef_have_their_rows() -> None:
         lines = load_recipe(corpus.recipe, corpus.set).corpus.max_train_lines
         assert lines == 1000 * thousands
         inputs = [one.model.embedding.input for one in few.values()]
-        assert inputs == ["learned", "one_hot", "one_hot"]
+        assert inputs == ["learned", "one_hot_two_scales", "one_hot_two_scales"]
     for evaluation in ("evaluation", "evaluation_koran", "evaluation_it", "evaluation_medical"):
         assert list(systems_of("lobef_domains", evaluation)) == without_wsf
 

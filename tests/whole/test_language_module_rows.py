@@ -380,7 +380,8 @@ def test_modules_of_table_6_stand_in_attention_in_feed_forwards_or_in_both() -> 
         system: modules_of("opus15", system)["within"]
         for system in ("LMS, d=20", "LMS, att only", "LMS, att+ffn")
     }
-    assert list(places.values()) == ["feed_forward", "attention", "both"]
+    own, dense = "self_attention", "feed_forward"
+    assert list(places.values()) == [(dense,), (own,), (dense, own)]
     assert {modules_of("opus15", system)["rank"] for system in places} == {20}
     projections = 4 * 20 * 16 * (512 + 512) / 1e6
     both, alone = (millions("opus15", one) for one in ("LMS, att+ffn", "LMS, d=20"))

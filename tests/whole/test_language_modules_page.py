@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -85,8 +86,8 @@ def test_a_language_whose_module_is_gone_translates_by_the_shared_route_alone(
     command += ["--corpus=runs/demo/clean"]
     assert cli.main([*command, "--out=runs/refused"]) == 2
     assert "no language module for ru. Choose among de, en" in capsys.readouterr().err
-    assert cli.main([*command, "--route=shared", "--out=runs/pruned-translations"]) == 0
-    assert texts(done / "runs" / "pruned-translations") == texts(done / "runs" / "modules-shared")
+    assert cli.main([*command, "--set=decoding.route=shared", "--out=runs/pruned-shared"]) == 0
+    assert texts(done / "runs" / "pruned-shared") == texts(done / "runs" / "modules-shared")
 
 
 def test_a_plain_model_is_given_modules_and_stays_the_function_that_it_was(done: Path) -> None:
@@ -108,5 +109,5 @@ def test_the_overlays_of_the_page_exist() -> None:
     assert overlays == {"lms", "lms_fd", "language_experts_fd", "clsr", "switch16"}
     assert overlays <= set(recipe_names())
     for override in overrides:
-        changed = parse_overrides([override.removeprefix("--set ")])
+        changed = parse_overrides(shlex.split(override)[1:])
         assert changed.keys() <= Recipe.model_fields.keys()

@@ -17,7 +17,7 @@ from support.parity_engine import CLIP_NORM, make_engine
 from support.passes import passes_of
 from support.plain_training import LEARNING_RATE, MICRO_BATCHES, micro_batches, set_weights
 from support.process_pool import ProcessPool
-from support.tiny_models import perturb_vectors, tiny_model, tiny_spec
+from support.tiny_models import EVERYWHERE, perturb_vectors, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.distributed.world import World
@@ -38,17 +38,14 @@ DISTILLED = {"objective": "fuse_distillation"}
 TO_SHARED = {**DISTILLED, "distillation": "to_shared"}
 EXPERTS = {"kind": "language_experts"}
 KINDS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "low rank": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
+    "low rank": ({"kind": "low_rank", "rank": 2, "within": EVERYWHERE}, {}),
     "low rank, distilled": ({"kind": "low_rank", "rank": 2, "shared": True}, DISTILLED),
     "clsr": ({"kind": "clsr", "gate_width": 4}, {}),
     "experts, distilled": ({**EXPERTS, "shared": True}, TO_SHARED),
-    "low rank, MoE": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
+    "low rank, MoE": ({"kind": "low_rank", "rank": 2, "within": EVERYWHERE}, {}),
     "experts, MoE": (EXPERTS, {}),
-    "distilled, MoE by language group": (
-        {"kind": "low_rank", "rank": 2, "shared": True},
-        DISTILLED,
-    ),
-    "low rank, Ada-MSHA": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
+    "distilled, MoE by groups": ({"kind": "low_rank", "rank": 2, "shared": True}, DISTILLED),
+    "low rank, Ada-MSHA": ({"kind": "low_rank", "rank": 2, "within": EVERYWHERE}, {}),
 }
 CASES = [
     *((kind, world, 1) for kind in list(KINDS)[:4] for world in (1, 2, 4)),

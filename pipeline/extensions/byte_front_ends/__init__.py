@@ -30,8 +30,18 @@ class ContextualizingFront(FrontSettings):
 class ScalingFront(ContextualizingFront):
     """Front ends with a scale of each head."""
 
-    scaled: Literal["after", "before"] = "after"
-    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
+    removed: ClassVar = {
+        "scaled": ("after",),
+        "separate_routers": (False,),
+        "single_weight": ("straight_through",),
+        "weights": ("logits",),
+    }
+    reading: Literal["default", "code", "equations"] = "default"
+    """Form of a front end of which MoCE's equations and code differ. ``default``: queries are
+    scaled after contextualization (eq. 8), a softmax over the logits of the chosen scales weights
+    them, and with top_k = 1 the weight is 1, with a gradient to the logit; ``code``: queries are
+    scaled before, and with top_k = 1 the weight is the logit; ``equations``: as ``default``, but
+    the softmax is over the probabilities of the chosen scales (eqs. 2 and 12)."""
 
 
 class MscConfig(ContextualizingFront):
@@ -72,7 +82,6 @@ class MshaConfig(ScalingFront):
 class AdaMshaConfig(ScalingFront):
     """Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2)."""
 
-    removed: ClassVar = {"separate_routers": (False,)}
     kind: Literal["ada_msha"] = "ada_msha"
     max_scale: Annotated[int, whole(1, 8)] = 5
     """Largest scale Δ: the experts are δ = 0 … Δ."""
@@ -81,12 +90,6 @@ class AdaMshaConfig(ScalingFront):
     language_vector: bool = False
     """Whether the router also sees the embedding of the source language's token (``+lid``,
     §3.3)."""
-    weights: Literal["logits", "probabilities"] = "logits"
-    """Input of the softmax that weights the chosen experts: their logits (MoCE's code), or their
-    probabilities (its eqs. 2 and 12)."""
-    single_weight: Literal["straight_through", "logit"] = "straight_through"
-    """Weight with top_k = 1: the value 1 with a gradient to the logit, or the logit itself (MoCE's
-    code)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

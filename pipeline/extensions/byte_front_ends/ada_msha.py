@@ -100,7 +100,7 @@ class AdaMsha(Contextualization):
 
     def contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
         """Return queries, keys and values with the scales that the router chooses."""
-        scales_first = self.config.scaled == "before"
+        scales_first = self.config.reading == "code"
         projected = attention.project(x_ND, source.tokens)
         states_N3HK = heads_of(projected, attention, scales_first=scales_first)
         scale_N3HC, weight_N3HC = self.route(source, states_N3HK)
@@ -135,13 +135,13 @@ def choose_scales(logits: Tensor, config: AdaMshaConfig) -> tuple[Tensor, Tensor
     """Return the top-k scales of the last dimension, and their weights.
 
     Several weights sum to 1. The weight of a single scale is 1 with a gradient to its logit
-    (straight-through), or the logit itself, as configured.
+    (straight-through), or the logit itself, as in MoCE's code.
     """
-    if config.weights == "probabilities":
+    if config.reading == "equations":
         logits = F.softmax(logits, dim=-1)
     best, scale = logits.topk(config.top_k, dim=-1)
     if config.top_k > 1:
         return scale, F.softmax(best, dim=-1)
-    if config.single_weight == "logit":
+    if config.reading == "code":
         return scale, best
     return scale, 1 + best - best.detach()

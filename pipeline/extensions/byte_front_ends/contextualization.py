@@ -131,7 +131,7 @@ class Msha(Contextualization):
 
     def contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
         """Return the queries, keys and values of contextualized states."""
-        scales_first = self.config.scaled == "before"
+        scales_first = self.config.reading == "code"
         projected = attention.project(x_ND, source.tokens)
         states_N3HK = heads_of(projected, attention, scales_first=scales_first)
         gaps = source.gaps(max(*self.config.scales, 1) - 1)

@@ -6,6 +6,8 @@ and the module of one kind.
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
+
 from pipeline.config.settings import InstalledExtension, LanguageModuleSettings, whole
 
 
@@ -38,11 +40,22 @@ class LowRankConfig(RoutedModules):
     synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
     """``pair_wise``: V of the source and F of the target language; ``language_wise``: both of the
     same language, which is the source in the encoder."""
-    within: Literal["feed_forward", "attention", "both"] = "feed_forward"
-    """Linear layers that have modules. Linear layers of experts (model.moe) have none."""
-    cross_attention: bool = True
-    """Whether cross-attention has modules, if attention has them. True is the authors' code; false
-    gives the sizes of the paper's table 6."""
+    within: Annotated[
+        tuple[Literal["feed_forward", "self_attention", "cross_attention"], ...],
+        Field(min_length=1),
+    ] = ("feed_forward",)
+    """Sublayers that have modules in their linear layers, except experts (model.moe). The authors'
+    code has all three; the sizes of the paper's table 6 leave out cross-attention."""
+
+    @classmethod
+    def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read ``attention`` and ``both``, and whether ``cross_attention`` had modules."""
+        if isinstance(within := values.get("within"), str):
+            has_cross = values.pop("cross_attention", True)
+            attention = ["self_attention", *(["cross_attention"] if has_cross else [])]
+            named = {"attention": attention, "both": ["feed_forward", *attention]}
+            values["within"] = named.get(within, [within])
+        return values
 
 
 class LanguageExpertsConfig(RoutedModules):

@@ -158,11 +158,11 @@ def add_low_rank(spec: ModelSpec, config: LowRankConfig, stack: Stack, *, side: 
 
 def _wrap(layer: nn.Module, config: LowRankConfig, shape: LowRankShape) -> None:
     for name, module in layer.named_children():
-        if name == "cross_attention" and not config.cross_attention:
+        if name not in config.within:
             continue
-        if isinstance(module, Attention) and config.within != "feed_forward":
+        if isinstance(module, Attention):
             wrap_linear_layers(module, ATTENTION_PROJECTIONS, shape)
-        if isinstance(module, FeedForward) and config.within != "attention":
+        if isinstance(module, FeedForward):  # not experts
             wrap_linear_layers(module, FEED_FORWARD_LAYERS, shape)
 
 

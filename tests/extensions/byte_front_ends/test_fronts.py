@@ -25,14 +25,14 @@ FRONTS: dict[str, dict[str, Any]] = {
     "msc": {"kind": "msc", "kernels": (0, 1, 3, 7)},
     "msc in the second layer": {"kind": "msc", "kernels": (5, 0), "layer": 1},
     "msha": {"kind": "msha", "scales": (0, 3)},
-    "msha, scaled before": {"kind": "msha", "scales": (1, 2), "scaled": "before", "layer": 1},
+    "msha as the code": {"kind": "msha", "scales": (1, 2), "reading": "code", "layer": 1},
     "ada-msha": {"kind": "ada_msha"},
     "ada-msha +lid": {"kind": "ada_msha", "language_vector": True, "max_scale": 4},
     "ada-msha, three scales": {"kind": "ada_msha", "top_k": 3},
-    "ada-msha as the paper's equations": {"kind": "ada_msha", "weights": "probabilities"},
-    "ada-msha, scaled before": {"kind": "ada_msha", "scaled": "before", "layer": 1},
+    "ada-msha as the paper's equations": {"kind": "ada_msha", "reading": "equations"},
+    "ada-msha as the code": {"kind": "ada_msha", "reading": "code", "layer": 1},
     "ada-msha, one scale": {"kind": "ada_msha", "top_k": 1, "max_scale": 6},
-    "ada-msha, one scale by its logit": {"kind": "ada_msha", "top_k": 1, "single_weight": "logit"},
+    "ada-msha as the code, one scale": {"kind": "ada_msha", "top_k": 1, "reading": "code"},
     "ada-msha, all scales": {"kind": "ada_msha", "max_scale": 2, "top_k": 3},
     "ncf": {"kind": "ncf"},
     "ncf behind all layers": {"kind": "ncf", "layers_before": 3},
@@ -94,10 +94,10 @@ def attended(q_TD: Tensor, k_TD: Tensor, v_TD: Tensor, heads: int, allowed: Tens
 def scales_of_vector(front: Any, logits_S: Tensor) -> list[tuple[int, Tensor]]:
     """Which scales a vector has, and how much of each."""
     config = front.config
-    said = logits_S.softmax(0) if config.weights == "probabilities" else logits_S
+    said = logits_S.softmax(0) if config.reading == "equations" else logits_S
     chosen = sorted(range(len(said)), key=lambda scale: -said[scale].item())[: config.top_k]
     if config.top_k == 1:
-        one = torch.ones_like(said[0]) if config.single_weight == "straight_through" else None
+        one = torch.ones_like(said[0]) if config.reading != "code" else None
         return [(chosen[0], said[chosen[0]] if one is None else one)]
     weights = torch.stack([said[scale] for scale in chosen]).softmax(0)
     return list(zip(chosen, weights, strict=True))
@@ -152,7 +152,7 @@ def layer_by_hand(
     states = [F.linear(projected, p.weight, p.bias) for p in (attention.query, attention.key)]
     states.append(F.linear(projected, attention.value.weight, attention.value.bias))
     scale = math.sqrt(settings.width // heads)
-    before = kind in ("msha", "ada_msha") and here and config.scaled == "before"
+    before = kind in ("msha", "ada_msha") and here and config.reading == "code"
     if before:
         states[0] = states[0] / scale
     if kind == "msha" and here:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.tiny_models import (
     EOS_ID,
+    EVERYWHERE,
     random_batch,
     random_examples,
     tiny_model,
@@ -60,9 +61,9 @@ def tokens_of(pairs: list[tuple[int, int]], lengths: list[int]) -> Tokens:
     )
 
 
-@pytest.mark.parametrize("within", ["feed_forward", "attention", "both"])
+@pytest.mark.parametrize("within", [EVERYWHERE[:1], EVERYWHERE[1:], EVERYWHERE])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_model_starts_as_the_plain_one_bit_for_bit(within: str, shared: bool) -> None:
+def test_a_model_starts_as_the_plain_one_bit_for_bit(within: tuple[str, ...], shared: bool) -> None:
     spec = spec_of(within=within, shared=shared)
     plain, ours = tiny_model(tiny_spec()), tiny_model(spec)
     batch = random_batch(spec, sentences=9, seed=1)
@@ -106,10 +107,10 @@ def test_gradients_are_those_of_autograd_and_zeros_for_languages_that_are_absent
     assert layer.low_rank.vertical.grad[[0, 2]].abs().min() > 0
 
 
-@pytest.mark.parametrize("within", ["attention", "both"])
-def test_the_decoders_attention_to_the_source_can_be_left_out(within: str) -> None:
+@pytest.mark.parametrize("within", [EVERYWHERE[1:], EVERYWHERE])
+def test_the_decoders_attention_to_the_source_can_be_left_out(within: tuple[str, ...]) -> None:
     names = tensor_shapes(spec_of(within=within))
-    fewer = tensor_shapes(spec_of(within=within, cross_attention=False))
+    fewer = tensor_shapes(spec_of(within=within[:-1]))
     left_out = set(names) - set(fewer)
     assert left_out == {
         name for name in names if ".cross_attention." in name and "low_rank" in name
@@ -118,7 +119,7 @@ def test_the_decoders_attention_to_the_source_can_be_left_out(within: str) -> No
 
 
 def test_initial_values_are_those_of_the_authors_code() -> None:
-    model = tiny_model(spec_of(within="both", rank=8))
+    model = tiny_model(spec_of(within=EVERYWHERE, rank=8))
     found = {e.name: e.value for e in named_slices(model) if ".low_rank." in e.name}
     flat = [value for name, value in found.items() if name.endswith(".flat")]
     vertical = torch.cat([v.flatten() for name, v in found.items() if name.endswith(".vertical")])
@@ -128,9 +129,11 @@ def test_initial_values_are_those_of_the_authors_code() -> None:
     assert float(vertical.mean()) == pytest.approx(0, abs=2e-4)
 
 
-@pytest.mark.parametrize("within", ["feed_forward", "both"])
+@pytest.mark.parametrize("within", [EVERYWHERE[:1], EVERYWHERE])
 @pytest.mark.parametrize("synthesis", ["pair_wise", "language_wise"])
-def test_a_mixed_batch_is_the_batches_of_its_directions(within: str, synthesis: str) -> None:
+def test_a_mixed_batch_is_the_batches_of_its_directions(
+    within: tuple[str, ...], synthesis: str
+) -> None:
     spec = spec_of(within=within, synthesis=synthesis)
     model = trained(tiny_model(spec))
     examples = random_examples(spec, sentences=20, seed=2)
@@ -150,7 +153,7 @@ def test_a_mixed_batch_is_the_batches_of_its_directions(within: str, synthesis: 
 
 
 def test_gradients_of_a_mixed_batch_are_the_sum_over_its_directions() -> None:
-    spec = spec_of(within="both")
+    spec = spec_of(within=EVERYWHERE)
     model = trained(tiny_model(spec)).double()
     examples = random_examples(spec, sentences=12, seed=3)
 
