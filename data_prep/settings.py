@@ -200,8 +200,6 @@ class TokenizerConfig(Settings):
 
     removed: ClassVar = {
         "language_token_scheme": ("underscores",),
-        "memory_bytes": (4 * 2**30,),
-        "sampling_temperature": (5.0,),
         "seed": (1,),
     }
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
@@ -228,9 +226,13 @@ class TokenizerConfig(Settings):
     ``sentencepiece`` and ``characters``)."""
     character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
     """Share of characters that the vocabulary covers; less than 1 garbles Chinese."""
+    sampling_temperature: Temperature = 5.0
+    """Temperature T with which languages are sampled for training: p ∝ n^(1/T)."""
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
-    """Lines drawn for training over all languages, with temperature 5 (p ∝ n^(1/5)), and at most
-    about 200 MB of text, for which training takes 4 GiB of memory."""
+    """Lines drawn for training over all languages, as far as ``memory_bytes`` permits."""
+    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 4 * 2**30
+    """Predicted memory that training may take, in bytes; bounds the sample. The default fits a
+    machine with 8 GB, where about 200 MB of text are drawn."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the

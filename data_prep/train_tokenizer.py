@@ -9,7 +9,8 @@ With ``base``, the stage extends a vocabulary: it trains one on the languages th
 and adds its pieces and the tokens of these languages. All ids of the base stay.
 
 SentencePiece holds many times the size of the sample in memory. The sample therefore has at most
-``tokenizer.sample_lines`` lines, and as many as the predicted memory, at most ``MEMORY``, allows.
+``tokenizer.sample_lines`` lines, and as many as the predicted memory, ``tokenizer.memory_bytes``,
+allows; the default of 4 GiB suits a machine with 8 GB.
 """
 
 import io
@@ -20,6 +21,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -76,12 +78,6 @@ SentencePiece would begin with a million, whatever the vocabulary, which takes l
 held-out text with no fewer tokens (``tests/bench/data.py``). Lines are not counted as words first
 (``input_format="tsv"``): SentencePiece counts words itself before the costly part."""
 
-TEMPERATURE = 5.0
-"""Temperature at which languages are sampled, p ∝ n^(1/T): that of NLLB-200's vocabulary."""
-
-MEMORY = 4 * 2**30
-"""Bytes of memory that training may take, with about 200 MB of text: a machine with 8 GB has them.
-"""
 MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
 """Bytes of memory that SentencePiece 0.2.3 takes per byte of text, per line, and at least."""
 
@@ -151,7 +147,7 @@ def run(call: StageCall) -> None:
             models = [with_rule(model, rule) for model in models]
         model, target_model = [*models, None, None][:2]
         files = TokenizerFiles(description, model, target_model)
-        write_vocabulary(writer, files, samples)
+        write_vocabulary(writer, files, samples, config=config)
         size = counted(writer.statistics["pieces"], "piece")
         size += f" and {counted(len(among), 'language token')}"
         if not samples:
@@ -179,7 +175,7 @@ def extend(call: StageCall) -> None:
         sample.normalize = _normalization(processor)
         trained = train_sentencepiece(sample, side=side, config=config)
         grown = with_pieces_of(with_languages(files, added), trained)
-        write_vocabulary(writer, grown, [sample])
+        write_vocabulary(writer, grown, [sample], config=config)
         more = grown.build().size - files.build().size - len(added)
         writer.summary.append(
             f"added {counted(more, 'piece')} and {counted(len(added), 'language token')} "
@@ -199,6 +195,8 @@ def write_vocabulary(
     writer: ArtifactWriter,
     files: TokenizerFiles,
     samples: Sequence["Sample"],
+    *,
+    config: TokenizerConfig,
 ) -> None:
     """Write the files, with statistics of the samples, the memory in bytes and the vocabulary."""
     files.write(writer.directory)
@@ -214,7 +212,7 @@ def write_vocabulary(
     if samples:
         writer.statistics |= sample_statistics(samples, tokenizer)
         writer.statistics["memory"] = {
-            "allowed": MEMORY,
+            "allowed": config.memory_bytes,
             "predicted": max(sample.predicted_bytes for sample in samples),
         }
 
@@ -289,19 +287,29 @@ def draw_sample(
     """Return the sample that the settings ask for, of all languages or ``among`` some.
 
     Its lines are read on iteration.
+
+    Raises:
+        ConfigError: The memory allows no line.
     """
     every = lines_per_language(corpus)
     line_bytes = bytes_per_line(corpus, every)
     totals = {code: lines for code, lines in every.items() if among is None or code in among}
     most = min(config.sample_lines, sum(totals.values()))
+    quotas_of = partial(sample_quotas, totals, sampling_temperature=config.sampling_temperature)
     # Find the largest number of lines that fits.
     fits = bisect_right(
         range(1, most + 1),
-        MEMORY,
-        key=lambda lines: predicted_memory(sample_quotas(totals, lines), line_bytes),
+        config.memory_bytes,
+        key=lambda lines: predicted_memory(quotas_of(sample_lines=lines), line_bytes),
     )
-    quotas = sample_quotas(totals, fits)
-    return Sample(corpus, quotas, predicted_bytes=predicted_memory(quotas, line_bytes))
+    quotas = quotas_of(sample_lines=fits or config.sample_lines)
+    if fits < most and (not fits or not any(quotas.values())):
+        raise ConfigError(
+            f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
+            "language. Raise it."
+        )
+    predicted = predicted_memory(quotas, line_bytes)
+    return Sample(corpus, quotas, predicted_bytes=predicted)
 
 
 def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float]) -> int:
@@ -320,7 +328,9 @@ def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, flo
     return {code: sizes[code] / total for code, total in totals.items() if total}
 
 
-def sample_quotas(totals: Mapping[str, int], sample_lines: int) -> dict[str, int]:
+def sample_quotas(
+    totals: Mapping[str, int], *, sampling_temperature: float, sample_lines: int
+) -> dict[str, int]:
     """Return language → lines to draw by temperature, at most the lines of the language.
 
     The lines that a small language lacks are shared among the others in proportion. The sum is at
@@ -330,7 +340,7 @@ def sample_quotas(totals: Mapping[str, int], sample_lines: int) -> dict[str, int
     quotas: dict[str, int] = {}
     while True:
         budget = sample_lines - sum(quotas.values())
-        shares = temperature_probabilities(left, sampling_temperature=TEMPERATURE)
+        shares = temperature_probabilities(left, sampling_temperature=sampling_temperature)
         full = {code: left[code] for code in left if left[code] <= shares[code] * budget}
         if not full:
             return quotas | {code: int(shares[code] * budget) for code in left}

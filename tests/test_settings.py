@@ -352,7 +352,6 @@ def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
         ({"clean": {"drop_copies": True, "pivot": "en"}}, None),
         ({"upcycling": {"kept_experts": []}, "tokenizer": {"seed": 1}}, None),
         ({"clean": {"drop_copies": "true"}, "groups": {"pivot": "en"}}, None),
-        ({"tokenizer": {"memory_bytes": 2**32, "sampling_temperature": 5}}, None),
         ({"clean": {"language_model": ""}, "model": {"embedding": {"one_hot": "one_scale"}}}, None),
         ({"evaluation": {"word_accuracy": False, "word_side": "source"}}, None),
         ({"corpus": {"pivot": "de"}, "tests": {"pivot": "en"}}, "tests.pivot is en, and corpus"),

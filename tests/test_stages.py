@@ -56,8 +56,8 @@ DECIDING = {
             "corpus": "pivot",
         },
         "train_tokenizer": {
-            "tokenizer": "byte_fallback character_coverage kind model_type "
-            "normalization sample_lines segmenters target_languages "
+            "tokenizer": "byte_fallback character_coverage kind memory_bytes model_type "
+            "normalization sample_lines sampling_temperature segmenters target_languages "
             "target_vocabulary_size vocabulary_size"
         },
         "make_shards": {"shards": "max_tokens"},

@@ -261,7 +261,7 @@ def _sample(corpus: Artifact, config: TokenizerConfig) -> Iterator[str]:
 
 def opus_minutes(rates: dict[str, float]) -> dict[str, float]:
     """Minutes per stage of OPUS-100: over all cores where a stage has workers, else on one."""
-    megabytes = train_tokenizer.MEMORY / train_tokenizer.MEMORY_PER_BYTE / 1e6
+    megabytes = TokenizerConfig().memory_bytes / train_tokenizer.MEMORY_PER_BYTE / 1e6
     drawing = 2 * OPUS_PAIRS / rates["lines_drawn_from_per_second"]
     main = rates["trainer_main_seconds_per_megabyte"]
     others = rates["trainer_seconds_per_megabyte"] - main

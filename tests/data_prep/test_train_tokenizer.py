@@ -140,13 +140,12 @@ def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperat
     monkeypatch.setattr(train_tokenizer, "MEMORY_AT_LEAST", 0)
     monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 0)
     monkeypatch.setattr(train_tokenizer, "MEMORY_PER_BYTE", 1000)
-    monkeypatch.setattr(train_tokenizer, "MEMORY", 2**24)
     mean = bytes_per_line(corpus, lines_per_language(corpus))
     texts = TEXTS["train"]["de-zh"]
     assert mean == {
         code: sum(len(line.encode()) + 1 for line in lines) / 800 for code, lines in texts.items()
     }
-    config = TokenizerConfig()
+    config = TokenizerConfig(memory_bytes=2**24)
     sample = draw_sample(corpus, config=config)
     assert sample.quotas["de"] == sample.quotas["zh"] < 800
     one_more = 1000 * (sample.quotas["de"] + 1) * (mean["de"] + mean["zh"])
@@ -157,10 +156,16 @@ def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperat
     assert fewer.quotas == {"de": 50, "zh": 50}
 
 
+def test_memory_for_no_line_is_refused(corpus: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 2**24)
+    with pytest.raises(ConfigError, match="has no room for a line of every language"):
+        draw_sample(corpus, config=TokenizerConfig(memory_bytes=2**24))
+
+
 def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=100))
     memory = made.statistics["memory"]
-    assert memory["allowed"] == 2**32
+    assert memory["allowed"] == TokenizerConfig().memory_bytes
     assert 0 < memory["predicted"] < 2**25
     assert made.manifest.summary[2].startswith("training was to take ")
 
