@@ -84,6 +84,10 @@ def run(call: StageCall) -> None:
         }
         unknown = [code for code, name in families.items() if name.startswith(UNKNOWN_FAMILY)]
         writer.summary += summary(grouping, unknown=[] if config.method == "paper" else unknown)
+        tables = {"languages.family": call.recipe.languages.family, "groups.extend": config.extend}
+        for setting, table in tables.items():  # one table may serve several corpora
+            if absent := [name for name in table if find_code(name, groups) is None]:
+                writer.summary.append(f"{setting} names {listed(absent)}, which no pair here has")
 
 
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:

@@ -64,7 +64,7 @@ from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError, without_case
-from pipeline.languages import count_scripts, find_code
+from pipeline.languages import codes_of_setting, count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
@@ -82,7 +82,7 @@ def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
     with call.new_artifact() as writer:
         raw = read_raw(call)
-        importing = Importing(writer, call.recipe.corpus, raw)
+        importing = Importing(writer, call.recipe.corpus, raw, untested=untested_of(call, raw))
         found = import_all(importing, processes=call.processes, mpi=call.mpi)
         if raw.is_found:
             importing.join_quarantine()
@@ -118,6 +118,14 @@ def read_raw(call: StageCall) -> RawText:
             raise without_case("read_raw", unknown)
 
 
+def untested_of(call: StageCall, raw: RawText) -> frozenset[str]:
+    """Return the languages of the raw text that ``corpus.untested`` means, in any spelling."""
+    names = call.recipe.corpus.untested
+    present = {code for section in raw.sections for code in section.languages}
+    found = codes_of_setting(names, present, setting="corpus.untested", place="the text")
+    return frozenset(found.values())
+
+
 @dataclass(frozen=True)
 class ImportedSection:
     """Counts of a section, for the statistics and the summary."""
@@ -140,14 +148,10 @@ class Importing:
     writer: ArtifactWriter
     config: CorpusConfig
     raw: RawText
+    untested: frozenset[str]
+    """Languages without test lines."""
     kept: Counter[tuple[str, Split]] = field(default_factory=Counter)
     """Pair and split → lines that this process has kept of its sections."""
-
-    @cached_property
-    def untested(self) -> frozenset[str]:
-        """Languages of the raw text that ``corpus.untested`` means, in any spelling."""
-        present = {code for section in self.raw.sections for code in section.languages}
-        return frozenset(find_code(name, present) or name for name in self.config.untested)
 
     def limit(self, section: Section) -> int | None:
         """Return the most lines that a section may add to its pair and split; None for all."""

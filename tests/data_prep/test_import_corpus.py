@@ -231,6 +231,9 @@ def test_languages_without_test_lines_may_be_spelled_in_any_usual_way(
     write(raw, dict.fromkeys(names, "a\n"))
     corpus = imported(out, raw, untested=[code])
     assert line_counts(corpus, "test") == {"de-en": 1}
+    for other, said in (("it", "names 'it', .* Choose from de, en, fr"), ("French", "Write 'fr'")):
+        with pytest.raises(ConfigError, match=said):
+            imported(out.with_name(other), raw, untested=[code, other])
 
 
 def test_the_summary_says_what_was_read_kept_and_left_out_by_side(
