@@ -84,8 +84,9 @@ def run(call: StageCall) -> None:
         }
         unknown = [code for code, name in families.items() if name.startswith(UNKNOWN_FAMILY)]
         writer.summary += summary(grouping, unknown=[] if config.method == "paper" else unknown)
-        tables = {"languages.family": call.recipe.languages.family, "groups.extend": config.extend}
-        for setting, table in tables.items():  # one table may serve several corpora
+        family_of, extend = call.recipe.languages.family, config.extend
+        # One table may serve several corpora.
+        for setting, table in (("languages.family", [*family_of]), ("groups.extend", [*extend])):
             if absent := [name for name in table if find_code(name, groups) is None]:
                 writer.summary.append(f"{setting} names {listed(absent)}, which no pair here has")
 
