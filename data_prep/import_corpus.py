@@ -45,6 +45,7 @@ from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     FOLDERS_REPEATED,
     ONE_SIDED,
+    REPEATED,
     SPLITS,
     UNTAGGED,
     FilesInStep,
@@ -93,9 +94,21 @@ def run(call: StageCall) -> None:
         writer.summary += summary(totals)
 
 
+_NO_TABLES = ("tree", "cldr", "hub", "tmx", "moses")
+UNREAD = {
+    "columns": (_NO_TABLES, "tsv, columns or listed"),
+    "files": ((*_NO_TABLES, "tsv", "columns"), "listed"),
+}
+"""Setting of the corpus → sources that do not read it, and sources that do."""
+
+
 def read_raw(call: StageCall) -> RawText:
     """Read the raw text of the recipe's source; a new reader is one more case."""
     config, raw = call.recipe.corpus, call.raw.get("raw")
+    for name, (sources, others) in UNREAD.items():
+        if config.source in sources and getattr(config, name):
+            problem = f"it does not read corpus.{name}. Leave that out, or choose {others}"
+            raise unfit_source(config.source, problem)
     match config.source:
         case "tree":
             return read_trees(raw, config)
@@ -487,6 +500,7 @@ def _left_out(totals: Totals) -> str:
         (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
         (UNTAGGED, "segment", "without a language code, or with a private one (x-…)"),
+        (REPEATED, "segment", "after another in the same language of one unit"),
     ):
         if counts[name]:
             names = f" ({listed(map(shown, names_of[name]))})" if name in names_of else ""
