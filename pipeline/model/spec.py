@@ -102,8 +102,8 @@ def make_spec(**values: Any) -> ModelSpec:
     """
     model, modules = values["model"], values["model"].language_modules
     if modules is not None and modules.languages:
-        meant = tuple(meant_code(code, values["languages"]) for code in modules.languages)
-        modules = modules.model_copy(update={"languages": meant})
+        meant = dict.fromkeys(meant_code(code, values["languages"]) for code in modules.languages)
+        modules = modules.model_copy(update={"languages": tuple(meant)})
         values["model"] = model.model_copy(update={"language_modules": modules})
     try:
         return ModelSpec(**values)

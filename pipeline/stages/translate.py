@@ -129,16 +129,15 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    named = codes_of_setting(targets, known, setting="decoding.targets", place="the model")
-    asked = {*named.values()}
+    meant = codes_of_setting(targets, known, setting="decoding.targets", place="the model")
+    asked = {*meant.values()}
     wanted = [direction for direction in taken if not asked or direction.target in asked]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
             f"model knows ({listed(map(str, taken))}) is into them. Name a target of those."
         )
-    untested = asked - {direction.target for direction in wanted}
-    skipped = {*every} - {*wanted}
+    skipped, untested = {*every} - {*wanted}, asked - {way.target for way in wanted}
     return Selection(tuple(wanted), tuple(sorted(skipped)), tuple(sorted(untested)))
 
 

@@ -197,6 +197,12 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
+    ("data_prep", 39, "someone who spells a language otherwise, or one that is not there"),
+    ("pipeline/model", 6, "someone who spells a language otherwise, or one that is not there"),
+    ("pipeline/stages", 9, "someone who spells a language otherwise, or one that is not there"),
+    ("pipeline", 29, "someone who spells a language otherwise, or one that is not there"),
+    ("pipeline/extensions/tasks", 4, "someone who spells a language of a task otherwise"),
+    ("pipeline/extensions/analysis", 3, "someone who spells a direction otherwise"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
