@@ -439,7 +439,9 @@ def bench_of(bench: Bench, pairs: Sequence[str]) -> Bench:
     texts = {
         pair: {code: [f"{code} eins", f"{code} zwei"] for code in pair.split("-")} for pair in pairs
     }
-    return replace(bench, corpus=make_corpus(bench.directory / " ".join(pairs), {"test": texts}))
+    return replace(
+        bench, corpus=make_corpus(bench.directory / "-".join(["tests", *pairs]), {"test": texts})
+    )
 
 
 def test_directions_the_model_does_not_know_are_left_out_and_listed(
