@@ -84,6 +84,11 @@ def run(call: StageCall) -> None:
         }
         unknown = [code for code, name in families.items() if name.startswith(UNKNOWN_FAMILY)]
         writer.summary += summary(grouping, unknown=[] if config.method == "paper" else unknown)
+        family_of, extend = call.recipe.languages.family, config.extend
+        # One table may serve several corpora.
+        for setting, table in (("languages.family", [*family_of]), ("groups.extend", [*extend])):
+            if absent := [name for name in table if find_code(name, groups) is None]:
+                writer.summary.append(f"{setting} names {listed(absent)}, which no pair here has")
 
 
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:

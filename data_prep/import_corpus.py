@@ -45,6 +45,7 @@ from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     FOLDERS_REPEATED,
     ONE_SIDED,
+    REPEATED,
     SPLITS,
     UNTAGGED,
     FilesInStep,
@@ -64,7 +65,7 @@ from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError, without_case
-from pipeline.languages import count_scripts, find_code
+from pipeline.languages import codes_of_setting, count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
@@ -82,7 +83,7 @@ def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
     with call.new_artifact() as writer:
         raw = read_raw(call)
-        importing = Importing(writer, call.recipe.corpus, raw)
+        importing = Importing(writer, call.recipe.corpus, raw, untested=untested_of(call, raw))
         found = import_all(importing, processes=call.processes, mpi=call.mpi)
         if raw.is_found:
             importing.join_quarantine()
@@ -93,9 +94,21 @@ def run(call: StageCall) -> None:
         writer.summary += summary(totals)
 
 
+_NO_TABLES = ("tree", "cldr", "hub", "tmx", "moses")
+UNREAD = {
+    "columns": (_NO_TABLES, "tsv, columns or listed"),
+    "files": ((*_NO_TABLES, "tsv", "columns"), "listed"),
+}
+"""Setting of the corpus → sources that do not read it, and sources that do."""
+
+
 def read_raw(call: StageCall) -> RawText:
     """Read the raw text of the recipe's source; a new reader is one more case."""
     config, raw = call.recipe.corpus, call.raw.get("raw")
+    for name, (sources, others) in UNREAD.items():
+        if config.source in sources and getattr(config, name):
+            problem = f"it does not read corpus.{name}. Leave that out, or choose {others}"
+            raise unfit_source(config.source, problem)
     match config.source:
         case "tree":
             return read_trees(raw, config)
@@ -116,6 +129,14 @@ def read_raw(call: StageCall) -> RawText:
             return read_listed(raw, config)
         case unknown:
             raise without_case("read_raw", unknown)
+
+
+def untested_of(call: StageCall, raw: RawText) -> frozenset[str]:
+    """Return the languages of the raw text that ``corpus.untested`` means, in any spelling."""
+    names = call.recipe.corpus.untested
+    present = {code for section in raw.sections for code in section.languages}
+    found = codes_of_setting(names, present, setting="corpus.untested", place="the text")
+    return frozenset(found.values())
 
 
 @dataclass(frozen=True)
@@ -140,14 +161,10 @@ class Importing:
     writer: ArtifactWriter
     config: CorpusConfig
     raw: RawText
+    untested: frozenset[str]
+    """Languages without test lines."""
     kept: Counter[tuple[str, Split]] = field(default_factory=Counter)
     """Pair and split → lines that this process has kept of its sections."""
-
-    @cached_property
-    def untested(self) -> frozenset[str]:
-        """Languages of the raw text that ``corpus.untested`` means, in any spelling."""
-        present = {code for section in self.raw.sections for code in section.languages}
-        return frozenset(find_code(name, present) or name for name in self.config.untested)
 
     def limit(self, section: Section) -> int | None:
         """Return the most lines that a section may add to its pair and split; None for all."""
@@ -483,6 +500,7 @@ def _left_out(totals: Totals) -> str:
         (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
         (UNTAGGED, "segment", "without a language code, or with a private one (x-…)"),
+        (REPEATED, "segment", "after another in the same language of one unit"),
     ):
         if counts[name]:
             names = f" ({listed(map(shown, names_of[name]))})" if name in names_of else ""

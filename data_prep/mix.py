@@ -7,7 +7,7 @@ each pair with the recipe's updates and batches; those numbers do not affect the
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.shards import MIXTURE_NAME, Mixture, Phase
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
+from pipeline.languages import codes_of_setting, meant_pair
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import capped_shares, temperature_probabilities
 from pipeline.terminal import counted, listed
@@ -52,8 +53,7 @@ def run(call: StageCall) -> None:
     """Weigh the pairs and write the mixture, with the epochs of the planned updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
     sizes = pair_sizes(shards)
-    config = recipe.mixture
-    check_text(config, sizes)
+    config = check_text(recipe.mixture, sizes)
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     if recipe.training.updates_of == "bytes":
@@ -201,35 +201,38 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
     return found
 
 
-def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
-    """Refuse settings for text that the shards do not have."""
-    known = {language_of(side) for pair in sizes for side in pair.split("-")}
-    unknown = [code for code in config.targets if code not in known]
-    if unknown:
-        raise _not_in_shards("mixture.targets", unknown[0], sorted(known))
+def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> MixtureConfig:
+    """Return the settings in codes of the shards; refuse settings for text that they lack."""
+    place = "the training text of the shards"
+    targets = codes_of_setting(
+        config.targets, codes_of(sizes), setting="mixture.targets", place=place
+    )
     if config.synthetic_share is not None and not any(map(is_synthetic, sizes)):
         raise ConfigError(
             f"mixture.synthetic_share is {config.synthetic_share:g}, and the shards have no "
             "training lines that a machine wrote. Add some (mmnmt add_translations), or leave it "
             "out."
         )
+    return config.model_copy(update={"targets": tuple(targets.values())})
+
+
+def codes_of(pairs: Iterable[str]) -> set[str]:
+    """Return the languages of pairs."""
+    return {language_of(side) for pair in pairs for side in pair.split("-")}
 
 
 def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
     """Return the pairs that a phase draws, sorted; ConfigError if one has no training lines."""
-    named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
+    codes = codes_of(sizes)
+    named = {"-".join(sorted(meant_pair(pair, codes).split("-"))): pair for pair in phase.pairs}
     unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
     if unknown:
         setting = f"mixture.phases, from update {phase.from_update:,},"
-        raise _not_in_shards(setting, unknown[0], sorted(sizes))
+        raise ConfigError(
+            f"{setting} names {unknown[0]!r}, and the shards have no training lines of it. Choose "
+            f"from {listed(sorted(sizes))}."
+        )
     return sorted(named) if named else sorted(sizes)
-
-
-def _not_in_shards(setting: str, name: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"{setting} names {name!r}, and the shards have no training lines of it. Choose from "
-        f"{listed(known)}."
-    )
 
 
 def expected_draws(

@@ -55,6 +55,7 @@ from pipeline.artifacts.tokenizer import (
 )
 from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
 from pipeline.errors import ConfigError, DataError
+from pipeline.languages import codes_of_setting
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import temperature_probabilities
@@ -123,8 +124,11 @@ def run(call: StageCall) -> None:
         extend(call)
         return
     config, corpus = call.recipe.tokenizer, call.artifacts["corpus"]
-    sides = sides_of(corpus, config) if config.kind != "bytes" else []
     among = languages(corpus)
+    setting, place = "tokenizer.target_languages", str(corpus.directory)
+    own = codes_of_setting(config.target_languages, among, setting=setting, place=place)
+    config = config.model_copy(update={"target_languages": tuple(own.values())})
+    sides = sides_of(corpus, config) if config.kind != "bytes" else []
     description = TokenizerDescription(
         # Readers treat a character model like any other SentencePiece model.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
@@ -256,16 +260,12 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
     present, own = languages(corpus), config.target_languages
     if not own:
         return [Side(frozenset(present), "vocabulary_size", config.vocabulary_size)]
-    unknown, others = sorted(set(own) - set(present)), set(present) - set(own)
-    if unknown or not others:
-        problem = (
-            f"names {listed(unknown)}, which {corpus.directory} does not have"
-            if unknown
-            else f"names all languages of {corpus.directory}"
-        )
+    others = set(present) - set(own)
+    if not others:
         raise ConfigError(
-            f"tokenizer.target_languages {problem}. Name those that are translated into and have "
-            "pieces of their own, or leave it out for one vocabulary."
+            f"tokenizer.target_languages names all languages of {corpus.directory}. Name those "
+            "that are translated into and have pieces of their own, or leave it out for one "
+            "vocabulary."
         )
     lines = lines_per_language(corpus)
     for side in (others, own):

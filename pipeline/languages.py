@@ -246,6 +246,34 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
     return min((code for code in tags if fits(tags[code])), key=distance, default=None)
 
 
+def meant_code(spelling: str, codes: Collection[str]) -> str:
+    """Return which of the codes a spelling in a setting means, or the spelling if it means none."""
+    found = None if spelling in codes or _tag(spelling) is None else find_code(spelling, codes)
+    return found or spelling
+
+
+def meant_pair(name: str, codes: Collection[str]) -> str:
+    """Return the name of a pair or direction in these codes; marks as ``+back`` stay."""
+    sides = (side.partition("+") for side in name.split("-"))
+    return "-".join(meant_code(code, codes) + plus + mark for code, plus, mark in sides)
+
+
+def codes_of_setting(
+    spellings: Iterable[str], codes: Collection[str], *, setting: str, place: str
+) -> dict[str, str]:
+    """Return spelling → code of the languages that a setting names; the codes are of ``place``.
+
+    Raises:
+        ConfigError: A spelling means none of them.
+    """
+    found = {spelling: meant_code(spelling, codes) for spelling in spellings}
+    for spelling, code in found.items():
+        if code not in codes:
+            refusal = f"{setting} names {spelling!r}, and {place} has no such language."
+            raise unknown_language(spelling, sorted(codes), refusal)
+    return found
+
+
 def family(code: str, families: Mapping[str, str] | None = None) -> str:
     """Return the family of a language, ``UNKNOWN_FAMILY`` if neither recipe nor registry has one.
 

@@ -439,7 +439,9 @@ def bench_of(bench: Bench, pairs: Sequence[str]) -> Bench:
     texts = {
         pair: {code: [f"{code} eins", f"{code} zwei"] for code in pair.split("-")} for pair in pairs
     }
-    return replace(bench, corpus=make_corpus(bench.directory / "tests", {"test": texts}))
+    return replace(
+        bench, corpus=make_corpus(bench.directory / "-".join(["tests", *pairs]), {"test": texts})
+    )
 
 
 def test_directions_the_model_does_not_know_are_left_out_and_listed(
@@ -472,9 +474,17 @@ def test_only_directions_into_the_targets_asked_for_are_translated(
     assert list(statistics["directions"]) == ["de-en", "fr-en"]
     assert statistics["skipped_directions"] == ["de-fr", "en-de", "en-fr", "fr-de"]
     capsys.readouterr()
-    refused = DECODING + 'targets = ["zu"]\n'
-    assert other.run("none", decoding=refused) == EXIT_USER_ERROR
-    assert "decoding.targets names zu" in capsys.readouterr().err
+    for unknown in ("zu", "ita"):
+        refused = DECODING + f'targets = ["{code}", "{unknown}"]\n'
+        assert other.run("none", decoding=refused) == EXIT_USER_ERROR
+        assert f"decoding.targets names '{unknown}', and the model" in capsys.readouterr().err
+    two = DECODING + 'targets = ["en", "fra"]\n'
+    one_pair = bench_of(bench, ["de-en"])
+    assert one_pair.run("one", decoding=two) == 0
+    assert "decoding.targets names fr, into which the corpus has no" in capsys.readouterr().out
+    refused = DECODING + 'targets = ["fr"]\n'
+    assert one_pair.run("none", decoding=refused) == EXIT_USER_ERROR
+    assert "decoding.targets names fr, and none of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("pivot", "code"), [("en", "en"), ("deu_Latn", "de")])

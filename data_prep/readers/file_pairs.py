@@ -32,6 +32,7 @@ from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     FOLDERS_REPEATED,
     PACKED,
+    PAIR_FORM,
     SPLIT_NAMES,
     SPLITS,
     FilesInStep,
@@ -70,8 +71,10 @@ TREE_LAYOUT = (
 )
 MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain, .gz or .zst"
 
+TABLE_ENDINGS = (*TSV_ENDINGS, *COLUMN_ENDINGS)
 _CONTAINERS = ("supervised", "zero-shot", "zero_shot")
-_SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE}){PACKED}")
+_SIDE = CODE.replace("_", "[-_]")  # no ending is two codes, as the name of a folder is
+_SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({_SIDE}){PACKED}")
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,9 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
             inner = sorted(path.parent for path in deeper if is_pair_name(path.name))
             trees = (path.parent if path.name in _CONTAINERS else path for path in inner)
             advice = listed(map(str, dict.fromkeys(trees))) or f"a tree with {TREE_LAYOUT}"
-            raise holds_no(root, "language pairs", advice)
+            alike = [path.name for path in below if re.match("[A-Za-z]{2,3}-", path.name)]
+            why = f" ({listed(alike)}: a pair is {PAIR_FORM})" if alike else ""
+            raise holds_no(root, f"language pairs{why}", advice)
         others = [path for path in below if not is_pair_name(path.name)]
         left_out.ignore(FOLDERS_IGNORED, (tree.file(path).name for path in others))
         found += [PairFolder(directory, root, tree.prefix) for directory in directories]
@@ -274,6 +279,7 @@ def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
     found: dict[str, dict[str, RawFile]] = defaultdict(dict)
     for file in files:
         stem, _, ending = plain_name(file.name).rpartition(".")
+        ending = ending.replace("-", "_")  # pairs are named with underscores
         if pair := _named_pair(stem):
             is_side = ending in spellings_of(pair)
         else:
@@ -318,9 +324,11 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     for entry in config.files:
         first, _, second = entry.pair.partition("-")
         if not is_pair_name(entry.pair) or first.lower() == second.lower():
-            raise ConfigError(
-                f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
-            )
+            raise ConfigError(f"corpus.files names the pair {entry.pair!r}. Write {PAIR_FORM}.")
+    names = [entry.paths[0] for entry in config.files if len(entry.paths) == 1]
+    if config.columns and not any(RawFile(root, name).ending in TABLE_ENDINGS for name in names):
+        problem = "corpus.files has no table with corpus.columns. List one, or leave them out"
+        raise unfit_source("listed", problem)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
     left_out = SkippedText(pairs_not_selected=len({*pairs} - wanted))
@@ -367,10 +375,10 @@ def _open(
 ) -> MultiwayFile:
     if file.ending == "tmx":
         return survey_file(file, entry.split, left_out=left_out)
-    if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
+    if file.ending in TABLE_ENDINGS:
         return open_table(file, entry.split, config, pair=pair.spellings, left_out=left_out)
     raise DataError(
         f"{file.path} is one file of both languages, but ends in none of .tmx, "
-        f"{', '.join(f'.{ending}' for ending in (*TSV_ENDINGS, *COLUMN_ENDINGS))}. Name a file per "
+        f"{', '.join(f'.{ending}' for ending in TABLE_ENDINGS)}. Name a file per "
         "language."
     )

@@ -49,6 +49,8 @@ SPLIT_NAMES: dict[str, Split] = {
 """Name in raw text → split."""
 
 _PAIR = re.compile(rf"({CODE})-({CODE})")
+PAIR_FORM = "two codes of ISO 639, script and region after underscores, as in de-en or en-sr_Latn"
+"""Form of a name that names a pair, for messages."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,9 @@ class Record(NamedTuple):
     texts: Mapping[str, bytes]
     """Spelling of a language → text; missing and blank texts are left out."""
     is_malformed: bool = False
-    num_untagged: int = 0
-    """Texts left out because no tag, or a private tag, says their language."""
+    left_out: Mapping[str, int] = MappingProxyType({})
+    """Statistic → texts left out: no tag, or a private tag, says their language (``UNTAGGED``), or
+    another in their language comes first (``REPEATED``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +192,7 @@ class Section:
 
 FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
 FOLDERS_REPEATED, COLUMNS_IGNORED = "folders_repeated", "columns_ignored"
-UNTAGGED = "segments_untagged"
+UNTAGGED, REPEATED = "segments_untagged", "segments_repeated"
 
 
 class SkippedText(Counter[str]):

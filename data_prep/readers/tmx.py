@@ -8,7 +8,7 @@ The text of a segment is what a reader sees. The native codes in ``bpt``, ``ept`
 and ``ut`` are left out, with the subflows in them (``sub``: a footnote, the title of a link), which
 stand elsewhere on the page; text in ``hi`` and any other element is kept. A code that breaks a
 line, column or page becomes a space. A segment without a tag, or with a private tag (``x-none``),
-is left out and counted.
+is left out and counted, as is a further segment in the language of another of its unit.
 
 A file that declares entities is refused: translation memories need none, and an entity can stand
 for more text than any memory holds, or for files of this machine. The document type that many tools
@@ -25,6 +25,7 @@ from xml.parsers import expat
 
 from data_prep.readers.raw_text import (
     ONE_SIDED,
+    REPEATED,
     UNTAGGED,
     MultiwayFile,
     RawFile,
@@ -73,8 +74,7 @@ def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> Multi
     """Find which languages share a file's units, and count units and texts that are left out."""
     together: set[frozenset[str]] = set()
     for unit in iterate_units(file.path):
-        if unit.num_untagged:
-            left_out[UNTAGGED] += unit.num_untagged
+        left_out.update(unit.left_out)
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
@@ -120,7 +120,7 @@ class UnitParser:
         self._units: list[Record] = []
         self._unit_line = 0
         self._texts: dict[str, bytes] = {}
-        self._untagged = 0
+        self._left_out = Counter[str]()
         self._language: str | None = None
         self._parts: list[bytes] = []
         self._part_bytes = 0
@@ -179,7 +179,7 @@ class UnitParser:
             self._language = self._language_of(attributes)
         elif name == "tu":
             self._unit_line = self._parser.CurrentLineNumber
-            self._texts, self._untagged = {}, 0
+            self._texts, self._left_out = {}, Counter()
 
     def _end(self, name: str) -> None:
         if self._segment_depth:
@@ -190,7 +190,7 @@ class UnitParser:
                 between_breaks = map(bytes.strip, b"".join(self._parts).split(_BREAK))
                 self._keep(b" ".join(filter(None, between_breaks)))
         elif name == "tu":
-            self._units.append(Record(self._unit_line, self._texts, num_untagged=self._untagged))
+            self._units.append(Record(self._unit_line, self._texts, left_out=self._left_out))
 
     def _text(self, data: str) -> None:
         if not self._code_depth:
@@ -208,9 +208,11 @@ class UnitParser:
         if is_blank(text.decode()):
             return
         if self._language is None:
-            self._untagged += 1
+            self._left_out[UNTAGGED] += 1
+        elif self._language in self._texts:
+            self._left_out[REPEATED] += 1
         else:
-            self._texts.setdefault(self._language, text)
+            self._texts[self._language] = text
 
     def _language_of(self, attributes: dict[str, str]) -> str | None:
         tag = attributes.get("xml:lang") or attributes.get("lang")

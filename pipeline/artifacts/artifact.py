@@ -328,9 +328,15 @@ def refuse_foreign(path: Path, *, wanted: str = "artifact") -> None:
         command = "mmnmt checkpoint import"
         commands = f"`{command} {quote(str(path))}{options} --out {quote(out)}`"
         if wanted == "tokenizer":  # the import makes a checkpoint, which contains it
-            model, out = quote(out), f"{out}-tokenizer"
-            commands += f" and `{command} {model} --tokenizer --out {quote(out)}`"
+            command, out = _tokenizer_command(out)
+            commands += f" and {command}"
         raise ArtifactError(f"{path} is a model of other software. Run {commands}, and name {out}.")
+
+
+def _tokenizer_command(model: str) -> tuple[str, str]:
+    """Return the command that extracts the tokenizer of a checkpoint, and the folder it makes."""
+    out = f"{model}-tokenizer"
+    return f"`mmnmt checkpoint import {quote(model)} --tokenizer --out {quote(out)}`", out
 
 
 def open_artifact(path: Path, *, kind: Kind) -> Artifact:
@@ -347,9 +353,11 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         time.sleep(0.1)
     manifest = finished_manifest(path, wanted=kind)
     if manifest.kind != kind:
+        advice = f"Name the folder of {an_artifact(kind)}"
+        if (manifest.kind, kind) == ("checkpoint", "tokenizer"):
+            advice = "Run {}, and name {}".format(*_tokenizer_command(str(path)))
         raise ArtifactError(
-            f"{path} is {an_artifact(manifest.kind)} where {an_artifact(kind)} is wanted. Name "
-            f"the folder of {an_artifact(kind)}."
+            f"{path} is {an_artifact(manifest.kind)} where {an_artifact(kind)} is wanted. {advice}."
         )
     artifact = Artifact(directory=path, manifest=manifest)
     if manifest.format_version != FORMAT_VERSION[kind]:

@@ -31,7 +31,7 @@ from pipeline.artifacts.tokenizer import SegmenterRecord, Tokenizer
 from pipeline.config.documents import read_bytes
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError
-from pipeline.languages import canonical, find_code, nearest_codes
+from pipeline.languages import canonical, meant_code, nearest_codes
 from pipeline.terminal import listed
 
 Segmenter = Callable[[str], Sequence[str]]
@@ -58,7 +58,7 @@ class Segmenters:
         self._named = {
             code: name
             for spelling, name in named.items()
-            if (code := _code_of(spelling, tokenizer.languages)) is not None
+            if (code := meant_code(spelling, tokenizer.languages)) in tokenizer.languages
         }
         self._loaded: dict[str, Segmenter] = {}
 
@@ -146,12 +146,12 @@ def segmenter_records(
     """Return the records of the segmenters that a recipe names, for a new tokenizer."""
     records: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
-        code = _code_of(spelling, languages)
-        if code is None or code in records:
+        code = meant_code(spelling, languages)
+        if not (known := code in languages) or code in records:
             near = listed(nearest_codes(spelling, languages) or languages)
             raise _unusable(
                 f"{spelling!r}, "
-                + ("a second time" if code else f"and the corpus has no such language ({near})")
+                + ("a second time" if known else f"and the corpus has no such language ({near})")
                 + ". Change it, or leave it out."
             )
         if name == "mecab" and canonical(code) != "ja":
@@ -274,16 +274,6 @@ def _built_in(name: str) -> Segmenter:
             return punctuation
         case _:
             return characters
-
-
-def _code_of(spelling: str, languages: Collection[str]) -> str | None:
-    """Return which of the languages a spelling means; None if none of them."""
-    if spelling in languages:
-        return spelling
-    try:
-        return find_code(spelling, languages)
-    except ConfigError:
-        return None
 
 
 def _sha256(content: bytes) -> str:

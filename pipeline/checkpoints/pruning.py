@@ -26,7 +26,7 @@ from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_de
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.settings import SHARED
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import find_code, unknown_language
+from pipeline.languages import meant_code, unknown_language
 from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.parameters import num_parameters, select_experts, tensor_shapes
@@ -201,7 +201,7 @@ def plan_pruning(
 
 def known_codes(languages: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return the model's codes of languages in any spelling; unknown spellings stay."""
-    return [code if code in known else find_code(code, known) or code for code in languages]
+    return [meant_code(code, known) for code in languages]
 
 
 def _mass(routing: RoutingStatistics, languages: Sequence[str]) -> npt.NDArray[np.float64]:

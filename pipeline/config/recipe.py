@@ -56,6 +56,7 @@ from pipeline.decoding.settings import DecodingConfig, TextConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.installed import INSTALLED
+from pipeline.languages import meant_code
 from pipeline.model.settings import ModelConfig
 from pipeline.training.settings import (
     LoggingConfig,
@@ -166,7 +167,7 @@ class CoreRecipe(Settings):
     @model_validator(mode="after")
     def _check_targets(self) -> Self:
         into, own = self.mixture.targets, self.tokenizer.target_languages
-        if own and not (into and set(into) <= set(own)):
+        if own and not (into and all(meant_code(code, own) in own for code in into)):
             raise ValueError(
                 f"tokenizer.target_languages, {', '.join(own)}, are all that can be translated "
                 "into. Let mixture.targets name them, or some of them"

@@ -5,7 +5,6 @@ and joined again (``sentences.py``); its hypothesis records the number of parts.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -35,7 +34,7 @@ from pipeline.decoding.sentences import align, join_sentences, split_to_fit, tex
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import can_loop
-from pipeline.languages import find_code, unknown_language
+from pipeline.languages import meant_code, unknown_language
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
@@ -291,13 +290,9 @@ class Translator:
         Raises:
             ConfigError: the model does not know the language; suggests the nearest of its codes.
         """
-        if spelling in self._language:
-            return spelling
-        with suppress(ConfigError):  # `language` below reports it with this model's codes
-            if code := find_code(spelling, self._language):
-                return code
-        self.language(spelling)  # raises: the model does not know the language
-        return spelling
+        code = meant_code(spelling, self._language)
+        self.language(code)  # raises: the model does not know the language
+        return code
 
     def _phrase(self, phrase: str, kind: Literal["banned", "required"]) -> tuple[int, ...]:
         tokens = tuple(self._target_tokens(phrase))

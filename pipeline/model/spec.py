@@ -12,6 +12,7 @@ from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.batching.settings import TagScheme
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
+from pipeline.languages import meant_code
 from pipeline.model.settings import ModelConfig
 
 Id = Annotated[int, whole(0, 2**31 - 1)]
@@ -95,11 +96,16 @@ class ModelSpec(Settings):
 
 
 def make_spec(**values: Any) -> ModelSpec:
-    """Return a validated spec of the given fields.
+    """Return a validated spec of the given fields, language modules in codes of the languages.
 
     Raises:
         ConfigError: the settings of recipe, tokenizer and groups contradict each other.
     """
+    model, modules = values["model"], values["model"].language_modules
+    if modules is not None and modules.languages:
+        meant = dict.fromkeys(meant_code(code, values["languages"]) for code in modules.languages)
+        modules = modules.model_copy(update={"languages": tuple(meant)})
+        values["model"] = model.model_copy(update={"language_modules": modules})
     try:
         return ModelSpec(**values)
     except ValidationError as error:

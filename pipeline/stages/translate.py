@@ -61,7 +61,7 @@ from pipeline.distributed.world import (
     wait_for_all,
 )
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import codes_of_setting
 from pipeline.stage import StageCall
 from pipeline.terminal import Progress, counted, listed
 
@@ -72,6 +72,8 @@ class Selection:
 
     taken: tuple[Direction, ...]
     skipped: tuple[Direction, ...]
+    untested: tuple[str, ...] = ()
+    """Languages of ``decoding.targets`` that no direction is into, sorted."""
 
 
 def run(call: StageCall) -> None:
@@ -127,14 +129,16 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    asked = {code if code in known else find_code(code, known) or code for code in targets}
+    meant = codes_of_setting(targets, known, setting="decoding.targets", place="the model")
+    asked = {*meant.values()}
     wanted = [direction for direction in taken if not asked or direction.target in asked]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
             f"model knows ({listed(map(str, taken))}) is into them. Name a target of those."
         )
-    return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
+    skipped, untested = {*every} - {*wanted}, asked - {way.target for way in wanted}
+    return Selection(tuple(wanted), tuple(sorted(skipped)), tuple(sorted(untested)))
 
 
 def translate_batches(
@@ -408,6 +412,11 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
             f"{counted(len(selection.skipped), 'direction')} skipped: the model lacks one of "
             "the languages, or decoding.targets excludes the target language: "
             f"{listed(map(str, selection.skipped))}"
+        )
+    if selection.untested:
+        writer.summary.append(
+            f"decoding.targets names {listed(selection.untested)}, into which the corpus has no "
+            "test lines that the model can translate"
         )
 
 

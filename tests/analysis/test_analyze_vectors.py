@@ -41,7 +41,7 @@ def analysed(model: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artif
     corpus = make_corpus(folder / "corpus", {"test": {"de-en": {"de": LINES, "en": REFERENCES}}})
     plain = routed_checkpoint(folder / "plain", language_vector=False)
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE + '[analysis]\ndirections = ["de-en"]\n', encoding="utf-8")
+    recipe.write_text(RECIPE + '[analysis]\ndirections = ["deu-en_Latn"]\n', encoding="utf-8")
     named = {"checkpoint": model.directory, "without": plain.directory, "corpus": corpus.directory}
     inputs = [part for name, path in named.items() for part in (f"--{name}", str(path))]
     command = ["analyze", "vectors", "--recipe", str(recipe), *inputs, "--out", str(folder / "out")]
@@ -104,7 +104,7 @@ def test_a_model_without_such_vectors_and_what_is_no_language_are_refused(
     ("analysis", "said"),
     [
         ('directions = ["de-fr"]', "names 'de-fr', for which"),
-        ('directions = ["de-en"]\nrouter_languages = ["deu"]', "names only de"),
+        ('directions = ["de-eng"]\nrouter_languages = ["deu"]', "names only de"),
         ('[decoding]\nrouter_language = "fr"', "shows one language to the router always"),
     ],
 )

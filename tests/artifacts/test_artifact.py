@@ -278,6 +278,19 @@ def test_an_artifact_of_another_kind_names_both_kinds(tmp_path: Path) -> None:
         open_artifact(tmp_path / "corpus", kind="checkpoint")
 
 
+@pytest.mark.parametrize(("name", "quoted"), [("model", "{}"), ("my model", "'{}'")])
+def test_a_checkpoint_given_for_its_tokenizer_names_the_command_that_extracts_it(
+    name: str, quoted: str, tmp_path: Path
+) -> None:
+    model = tmp_path / name
+    with new_artifact(model, kind="checkpoint", stage="pretrain", config={}, inputs={}):
+        pass
+    source, out = quoted.format(model), quoted.format(f"{model}-tokenizer")
+    said = f"Run `mmnmt checkpoint import {source} --tokenizer --out {out}`, and name {model}-tok"
+    with pytest.raises(ArtifactError, match=re.escape(said)):
+        open_artifact(model, kind="tokenizer")
+
+
 def test_another_format_version_names_both_versions_and_the_stage(tmp_path: Path) -> None:
     make(tmp_path / "corpus")
     newer = FORMAT_VERSION["corpus"] + 1

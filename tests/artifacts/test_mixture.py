@@ -183,9 +183,9 @@ def test_over_directions_by_sentences_both_are_as_over_pairs(tmp_path: Path) -> 
 
 def test_phases_draw_the_pairs_they_name_and_share_the_updates(tmp_path: Path) -> None:
     phases = [
-        {"pairs": ["en-de", "en-fr"]},
+        {"pairs": ["en-deu", "eng_Latn-fr", "en-de"]},
         {"from_update": 21},
-        {"from_update": 46, "pairs": ["en-yi"], "sampling_temperature": 1},
+        {"from_update": 46, "pairs": ["ji-en"], "sampling_temperature": 1},
         {"from_update": 1000},
     ]
     made = mixture(tmp_path, phases=phases)
@@ -229,9 +229,12 @@ def test_phases_begin_at_the_first_update_and_ascend(begins: list[int]) -> None:
         MixtureConfig.model_validate({"phases": [{"from_update": begin} for begin in begins]})
 
 
-def test_only_directions_into_targets_are_drawn_by_the_sizes_of_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["en", "eng", "en_Latn"])
+def test_only_directions_into_targets_are_drawn_by_the_sizes_of_pairs(
+    code: str, tmp_path: Path
+) -> None:
     plain = read_mixture(mixture(tmp_path / "plain"))
-    made = mixture(tmp_path / "into", targets=["en"])
+    made = mixture(tmp_path / "into", targets=[code])
     found = read_mixture(made)
     assert found.phases[0].probabilities == plain.phases[0].probabilities
     assert found.phases[0].forward == {"de-en": 1.0, "en-fr": 0.0, "en-yi": 0.0}
@@ -263,7 +266,8 @@ def test_all_languages_as_targets_are_as_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "reason"),
     [
-        (["eng"], "names 'eng', and the shards have no training lines of it"),
+        (["en", "it"], "names 'it', and the .* no such language. Choose from de, en, fr, yi"),
+        (["German"], "the name of a language .* Write 'de'"),
         (["fr"], "mixture.targets fr leaves no direction of de-en"),
     ],
 )

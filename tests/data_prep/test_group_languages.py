@@ -266,7 +266,7 @@ def test_the_recipe_says_what_family_a_language_has(tmp_path: Path) -> None:
     made = group(tmp_path, GroupsConfig(method="typology"), counts=RARE, families=families)
     found = {"Afro-Asiatic": ["cop"], "Algic": ["chy"], "Germanic": ["de", "en"]}
     assert made.statistics["groups"] == {**found, "Iroquoian": ["chr"]}
-    assert len(made.manifest.summary) == 2
+    assert made.manifest.summary[2:] == ("languages.family names fr, which no pair here has",)
 
 
 def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> None:
@@ -317,8 +317,10 @@ def test_the_paper_s_table_takes_additions(code: str, tmp_path: Path) -> None:
     counts = COUNTS | {"en-tl": 7}
     with pytest.raises(ConfigError, match=r"'tl' is in none .* nearest codes"):
         group(tmp_path, GroupsConfig(method="paper"), counts=counts)
-    extended = GroupsConfig(method="paper", extend={code: 1})
-    assert read_groups(group(tmp_path / "more", extended, counts=counts))["tl"] == 0
+    extended = GroupsConfig(method="paper", extend={code: 1, "ita": 2, "de": 3, "xx": 4})
+    made = group(tmp_path / "more", extended, counts=counts)
+    assert read_groups(made)["tl"] == 0
+    assert made.manifest.summary[-1] == "groups.extend names ita, xx, which no pair here has"
 
 
 def test_an_addition_to_no_group_of_the_paper_is_refused() -> None:

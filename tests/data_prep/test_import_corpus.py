@@ -231,6 +231,24 @@ def test_languages_without_test_lines_may_be_spelled_in_any_usual_way(
     write(raw, dict.fromkeys(names, "a\n"))
     corpus = imported(out, raw, untested=[code])
     assert line_counts(corpus, "test") == {"de-en": 1}
+    for other, said in (("it", "names 'it', .* Choose from de, en, fr"), ("French", "Write 'fr'")):
+        with pytest.raises(ConfigError, match=said):
+            imported(out.with_name(other), raw, untested=[code, other])
+
+
+@pytest.mark.parametrize("source", ["tree", "cldr", "hub", "tmx", "moses"])
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        ({"columns": {"de": "a", "en": "b"}}, "columns. Leave that out, or choose tsv, columns"),
+        ({"files": [{"pair": "de-en", "paths": ["a.tsv"]}]}, "files. Leave that out, or choose li"),
+    ],
+)
+def test_settings_that_a_source_does_not_read_are_refused(
+    source: str, setting: dict[str, object], others: str, raw: Path, out: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"'{source}', but it does not read corpus\.{others}"):
+        imported(out, raw, source=source, **setting)
 
 
 def test_the_summary_says_what_was_read_kept_and_left_out_by_side(

@@ -92,6 +92,7 @@ def test_a_split_is_found_under_the_names_it_is_published_under(tmp_path: Path) 
     files = TaskFiles.entities(tmp_path)
     assert files.languages("train") == ["de", "en", "sr"]
     assert files.languages("test") == []
+    assert files.trained_languages(("srp", "de_Latn")) == ("de", "sr")
     (tmp_path / "sr").rename(tmp_path.with_name("sr"))
     (tmp_path / "sr").symlink_to(tmp_path.with_name("sr"))
     assert TaskFiles.entities(tmp_path).languages("train") == ["de", "en", "sr"]

@@ -174,7 +174,8 @@ def test_a_folder_without_weights_or_pieces_is_refused(tmp_path: Path) -> None:
 
 def test_text_in_a_language_that_modules_leave_out_is_refused(tmp_path: Path) -> None:
     pretrained = Pretrained(write_xlmr(tmp_path / "xlmr"))
-    modules = LowRankConfig(languages=("de",))
-    assert pretrained.spec(("de",), modules).languages == ("de",)
+    modules = LowRankConfig(languages=("deu",))
+    spec = pretrained.spec(("de",), modules)
+    assert spec.languages == spec.languages_with_modules == ("de",)
     with pytest.raises(ConfigError, match=r"text in en to train on, .*languages leaves that out"):
         pretrained.spec(("de", "en"), modules)

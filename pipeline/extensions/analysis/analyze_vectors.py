@@ -21,6 +21,7 @@ from pipeline.evaluation.scores import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis import AnalysisConfig
 from pipeline.extensions.analysis.report import write_analysis
+from pipeline.languages import meant_pair
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
@@ -82,12 +83,14 @@ def chosen_directions(call: StageCall) -> list[Direction]:
     taken = select_directions(
         call.artifacts["corpus"], checkpoint=call.artifacts["checkpoint"]
     ).taken
-    named = call.recipe.section_of(AnalysisConfig).directions
-    unknown = [name for name in named if name not in {*map(str, taken)}]
+    codes = {code for one in taken for code in (one.source, one.target)}
+    names = call.recipe.section_of(AnalysisConfig).directions
+    named = {meant_pair(name, codes): name for name in names}
+    unknown = named.keys() - {*map(str, taken)}
     if unknown:
         raise ConfigError(
-            f"analysis.directions names {unknown[0]!r}, for which the corpus has no test lines or "
-            f"the model no language. Choose among {', '.join(map(str, taken))}."
+            f"analysis.directions names {named[min(unknown)]!r}, for which the corpus has no test "
+            f"lines or the model no language. Choose among {', '.join(map(str, taken))}."
         )
     return [direction for direction in taken if not named or str(direction) in named]
 

@@ -37,6 +37,7 @@ from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.kernels.noise import dropout_in, number_sites
 from pipeline.kernels.pointwise import dropped
 from pipeline.kernels.products import Linear
+from pipeline.languages import meant_code
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.spec import ModelSpec
@@ -296,6 +297,7 @@ class TaskFiles:
             ConfigError: a wanted language, or every language, has no training text.
         """
         present = self.languages("train")
+        wanted = tuple(dict.fromkeys(meant_code(code, present) for code in wanted))
         missing = [code for code in wanted if code not in present]
         if missing or not present:
             raise ConfigError(

@@ -34,6 +34,7 @@ from pipeline.checkpoints.foreign.tensor_names import NameTable
 from pipeline.checkpoints.weights import Tensors, refuse_not_finite
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.languages import meant_code
 from pipeline.model.parameters import initial_value, named_slices
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec
@@ -193,8 +194,9 @@ class Pretrained:
                 f"model.language_modules.kind is {modules.kind}, and an encoder with a head "
                 "supports only low_rank. Change it, or leave [model.language_modules] out."
             )
-        own = None if modules is None else modules.languages
-        if own is not None and (missing := sorted(set(languages) - set(own))):
+        own = languages if modules is None else modules.languages_among(languages)
+        meant = {meant_code(code, languages) for code in own}
+        if missing := sorted(set(languages) - meant):
             raise ConfigError(
                 f"There is text in {', '.join(missing)} to train on, and "
                 "model.language_modules.languages leaves that out. Name it there, or set "

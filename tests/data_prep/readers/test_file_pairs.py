@@ -14,7 +14,7 @@ from data_prep.readers.raw_text import RawText
 from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.corpus import read_lines
+from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions
@@ -56,6 +56,26 @@ def test_any_well_formed_code_names_a_pair(tmp_path: Path, folder: str, pair: st
     assert section.pair == pair
     names = [source.name for source in section.sources]
     assert names == [f"{folder}/train.{spelling}" for spelling in section.spellings]
+
+
+@pytest.mark.parametrize("folder", ["en-sr-Latn", "en-x-own", "en-pt-BR"])
+def test_a_folder_that_is_nearly_named_like_a_pair_is_told_the_form(
+    tmp_path: Path, folder: str
+) -> None:
+    root = tree(tmp_path, f"{folder}/train.en", "ids/train.de")
+    said = rf"language pairs \({folder}: a pair is two codes .* as in de-en or en-sr_Latn\)\. Name"
+    with pytest.raises(DataError, match=said):
+        found(root)
+
+
+@pytest.mark.parametrize(
+    ("pair", "one", "other"), [("en-sr_Latn", "en", "sr-Latn"), ("pt_BR-en", "pt-BR", "en")]
+)
+def test_endings_may_have_hyphens(tmp_path: Path, pair: str, one: str, other: str) -> None:
+    root = tree(tmp_path / "tree", f"{pair}/train.{one}", f"{pair}/train.{other}")
+    [section] = found(root).sections
+    corpus = imported(tmp_path / "corpus", {f"a.{one}": "x\n", f"a.{other}": "y\n"})
+    assert {section.pair: 1} == line_counts(corpus, "train")
 
 
 @pytest.mark.parametrize("lost", ["de-fr", "de-en/valid.de"])
@@ -261,6 +281,12 @@ def test_files_of_all_forms_are_read_in_the_order_of_the_list(tmp_path: Path, ra
     assert set(corpus.statistics["pairs"]) == {"de-en", "en-fr"}
 
 
+def test_columns_of_no_listed_table_are_refused(tmp_path: Path, raw: Path) -> None:
+    for files in ([entry("a.german.gz", "a.english")], [entry("c.tmx"), entry("c.tmx")]):
+        with pytest.raises(ConfigError, match=r"corpus\.files has no table with corpus\.columns"):
+            imported_list(tmp_path / "corpus", raw, *files, columns={"de": "source"})
+
+
 @pytest.mark.parametrize("name", ["e.tsv", "e.csv"])
 def test_columns_that_the_recipe_names_are_those_of_every_listed_table(
     tmp_path: Path, raw: Path, name: str
@@ -312,7 +338,8 @@ def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw
     ("files", "said"),
     [
         ([], r"corpus\.files is empty"),
-        ([entry("a.english", pair="de")], "names the pair 'de'. Write two language codes"),
+        ([entry("a.english", pair="de")], "names the pair 'de'. Write two codes of ISO 639"),
+        ([entry("a.english", pair="en-sr-Latn")], "'en-sr-Latn'. Write .* as in de-en or en-sr_L"),
         ([entry("a.english", pair="de-de")], "names the pair 'de-de'"),
         ([entry("a.english", "b.english")], "b.english, which corpus.files names, is not a file"),
         ([entry("../raw2/a.tsv")], "lies outside of"),

@@ -101,7 +101,8 @@ def test_native_codes_are_left_out_and_highlighted_text_is_kept(tmp_path: Path) 
 def test_blank_segments_are_missing_and_a_languages_first_text_is_read(tmp_path: Path) -> None:
     text = memory(
         unit(en=" \u200b", de="eins"),
-        f"<tu>{tuv('de', 'zwei')}{tuv('en', 'two')}{tuv('en', 'too')}</tu>",
+        f"<tu>{tuv('de', 'zwei')}{tuv('en', 'two')}{tuv('en', 'too')}{tuv('en', 'two')}</tu>",
+        f"<tu>{tuv('de', 'b')}{tuv('de', 'b')}{tuv('de', ' ')}</tu>",
         "<tu><tuv><seg>no language</seg></tuv></tu>",
         unit(pt_BR="três (Brasil)", pt="três", de="drei"),
         unit(pt_BR="quatro", de="vier"),
@@ -109,8 +110,11 @@ def test_blank_segments_are_missing_and_a_languages_first_text_is_read(tmp_path:
     corpus = imported(tmp_path / "corpus", {"a.tmx": text})
     assert read_lines(corpus, "train", "de-en", "en") == ["two"]
     assert read_lines(corpus, "train", "de-pt", "pt") == ["três", "quatro"]
-    assert corpus.statistics["counts"]["records_one_sided"] == 2
+    assert corpus.statistics["counts"]["records_one_sided"] == 3
     assert corpus.statistics["counts"]["segments_untagged"] == 1
+    assert corpus.statistics["counts"]["segments_repeated"] == 3
+    told = "; 3 segments after another in the same language of one unit"
+    assert any(line.endswith(told) for line in corpus.manifest.summary)
 
 
 def test_units_carry_the_line_they_begin_in(tmp_path: Path) -> None:

@@ -201,10 +201,11 @@ def test_languages_that_are_kept_have_the_modules_they_had() -> None:
     )
 
 
-def test_a_language_without_a_module_is_named() -> None:
+@pytest.mark.parametrize("code", ["de", "deu", "de_Latn"])
+def test_a_language_without_a_module_is_named(code: str) -> None:
     spec = make_spec(
         model=ModelConfig.model_validate(
-            {"language_modules": {"kind": "low_rank", "languages": ["de"]}, "width": 16}
+            {"language_modules": {"kind": "low_rank", "languages": [code]}, "width": 16}
         ),
         vocabulary_size=9,
         pad_id=0,
