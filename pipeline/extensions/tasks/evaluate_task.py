@@ -69,13 +69,7 @@ def system_on_route(name: str, route: Route) -> str:
 
 
 def shared_kind(specs: Mapping[str, TaskSpec]) -> TaskKind:
-    """Return the task of all systems.
-
-    Raises:
-        ConfigError: there is no system, or two have different tasks.
-    """
-    if not specs:
-        raise ConfigError("evaluate_task has no systems. Name at least one, as NAME=DIR.")
+    """Return the task of all systems; ConfigError if two have different tasks."""
     first, *others = specs
     for name in others:
         if specs[name].head != specs[first].head:
