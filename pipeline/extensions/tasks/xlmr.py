@@ -218,23 +218,18 @@ class Pretrained:
             if theirs is None:
                 entry.value.copy_(initial_value(entry, spec, seed=seed))
                 continue
-            value = self._read(theirs)
+            shape = tuple(entry.value.shape)
+            value = self._read(theirs, shape)
             if entry.name == "encoder.positions.weight":
-                value = value + self._read(TOKEN_TYPES)[0]
-            if value.shape != entry.value.shape:
-                raise CheckpointError(
-                    f"{self.origin}: tensor {self._prefix}{theirs} has shape {tuple(value.shape)}, "
-                    f"and config.json describes {tuple(entry.value.shape)}. Name a folder whose "
-                    "files belong together."
-                )
+                value = value + self._read(TOKEN_TYPES, (1, shape[1]))
             entry.value.copy_(value)
 
-    def _read(self, theirs: str) -> Tensor:
+    def _read(self, theirs: str, shape: tuple[int, ...]) -> Tensor:
         name = self._prefix + theirs
-        if name not in self._names:
+        if name not in self._names or self._stored.shape(name) != shape:
             raise CheckpointError(
-                f"{self.origin} has no tensor {name}, which an XLM-R has. Restore the folder from "
-                "where it was published."
+                f"{self.origin} has no tensor {name} of the shape {shape} that its config.json "
+                "describes. Restore the folder from where it was published."
             )
         value = self._stored.read(name)
         return refuse_not_finite(value, name, self.origin, fix="fetch this one again").float()
