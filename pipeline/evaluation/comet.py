@@ -7,7 +7,6 @@ the checkpoint, and nothing is downloaded.
 """
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,12 +21,7 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError, lacks_package
-from pipeline.evaluation.scores import (
-    Column,
-    LineStatistics,
-    Score,
-    TranslatedLines,
-)
+from pipeline.evaluation.scores import Column, LineStatistics, Score, TranslatedLines
 from pipeline.terminal import track
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -39,7 +33,7 @@ BATCH_LINES = 16
 class Comet(Score):
     """Mean of a COMET model's scores over lines, times 100."""
 
-    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.json``
+    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.npy``
     signature: str  # name and digest of the model, and version of COMET
 
     column = Column("comet", "COMET")
@@ -47,13 +41,11 @@ class Comet(Score):
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return the scores of the model, (lines,)."""
         path = _place(self.folder, lines.system, lines.direction)
-        scores = np.array(json.loads(path.read_text("utf-8")), dtype=np.float64)
-        assert len(scores) == len(lines.hypotheses)
-        return LineStatistics(scores, self.signature)
+        return LineStatistics(np.load(path), self.signature)
 
 
 def _place(folder: Path, system: str, direction: Direction) -> Path:
-    return folder / system / f"{direction}.json"
+    return folder / system / f"{direction}.npy"
 
 
 def ask_comet(
@@ -81,7 +73,7 @@ def ask_comet(
             raise ConfigError(f"{model_dir} gives scores that are no numbers. Use another model.")
         path = _place(work_dir / "comet", system, direction)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(scores), encoding="utf-8")
+        np.save(path, scores)
     known = f"digest:{digest[:DIGEST_DIGITS]}|version:{version('unbabel-comet')}"
     return Comet(work_dir / "comet", f"model:{model_dir.name}|{known}")
 

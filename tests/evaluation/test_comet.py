@@ -73,7 +73,7 @@ def test_scores_of_all_lines_are_kept_as_files_and_averaged(tmp_path: Path) -> N
     samples = [{"src": "x" * (40 - n), "mt": "y" * n, "ref": "z"} for n in range(40)]
     score = asked(tmp_path, model, samples)
     texts = [one["mt"] for one in samples]
-    lines = TranslatedLines(Direction("de", "en"), texts, texts, lambda: [], "ours")
+    lines = TranslatedLines(Direction("de", "en"), texts, texts, [], "ours")
     found = score.line_statistics(lines)
     np.testing.assert_allclose(found.rows, [0.02 * n for n in range(40)], rtol=1e-6)
     assert found.signature == "model:model|digest:000000000000|version:9.9"
