@@ -44,11 +44,7 @@ class Sentence(NamedTuple):
 
 
 def read_entities(path: Path, language: str) -> list[Sentence]:
-    """Read all sentences of a file.
-
-    Raises:
-        ArtifactError: the file has no sentence, or a line that does not have the format.
-    """
+    """Read all sentences of a file; ArtifactError without any, or if a line is malformed."""
     sentences = list(_sentences(read_text(path), path))
     if not sentences:
         raise ArtifactError(f"{path} has no sentence. Name a file of named entities.")
@@ -66,11 +62,7 @@ def training_tags(
     train: Mapping[str, Sequence[Sentence]],
     valid: Mapping[str, Sequence[Sentence]],
 ) -> tuple[str, ...]:
-    """Return all tags of training sentences, ``O`` first.
-
-    Raises:
-        ArtifactError: a dev file has a tag that no training file has.
-    """
+    """Return all tags of training sentences, ``O`` first; ArtifactError if a dev file has more."""
     tags = _tags_of(train.values())
     for code, sentences in valid.items():
         if unknown := _tags_of([sentences]) - tags:
@@ -142,19 +134,12 @@ def tag_sentences(
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield the entities of a sentence's tags from left to right, as (kind, start, stop)."""
-    number, previous = 0, OUTSIDE
-    numbered: list[tuple[int, str]] = []
-    for tag in tags:
-        begins = tag.startswith("B-") or tag[2:] != previous[2:]
-        number += begins
-        numbered.append((number, tag[2:]))
-        previous = tag
-    start = 0
-    for (_, kind), group in groupby(numbered):
-        stop = start + len(list(group))
-        if kind:
-            yield kind, start, stop
-        start = stop
+    start, kind = 0, ""
+    for place, tag in enumerate((*tags, OUTSIDE)):
+        if tag.startswith("B-") or tag[2:] != kind:
+            if kind:
+                yield kind, start, place
+            start, kind = place, tag[2:]
 
 
 def entity_scores(

@@ -101,11 +101,7 @@ class Question:
 
 
 def read_questions(path: Path, language: str = "") -> list[Question]:  # noqa: ARG001
-    """Read all questions of a file.
-
-    Raises:
-        ArtifactError: the file does not have the format, or an answer is not in its context.
-    """
+    """Read all questions of a file; ArtifactError if it is malformed or an answer misplaced."""
     content = read_text(path).encode()
     values = parse_json(content, what=str(path), error=ArtifactError, fix=_FIX)
     try:
@@ -261,7 +257,7 @@ def best_span(
     has_text = torch.from_numpy(window.begin < window.end)
     start_C = start_T[place].masked_fill(~has_text, -torch.inf)
     end_C = end_T[place].masked_fill(~has_text, -torch.inf)
-    score_CC = (start_C[:, None] + end_C[None, :]).triu()
+    score_CC = start_C[:, None] + end_C[None, :]
     is_span = torch.ones_like(score_CC, dtype=torch.bool).triu().tril(longest - 1)
     score_CC = score_CC.masked_fill(~is_span, -torch.inf)
     if not score_CC.numel() or not (score_CC > -torch.inf).any():

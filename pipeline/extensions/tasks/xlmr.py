@@ -82,9 +82,9 @@ class Pieces:
     def locate(self, text: str) -> Located:
         """Return the ids of a text, without specials, and their places in it."""
         found = self._processor.encode(text, out_type="offset_mapping")
-        range_N2 = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
-        begin, end = _trimmed(text, range_N2[:, 0], range_N2[:, 1])
-        return Located(_moved(found["ids"]), begin, end)
+        ranges = [_trimmed(text, *one) for one in found["offsets"]]
+        range_N2 = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        return Located(_moved(found["ids"]), *range_N2.T)
 
 
 def _moved(ids: object) -> Integers:
@@ -92,16 +92,13 @@ def _moved(ids: object) -> Integers:
     return np.where(found == 0, UNKNOWN, found + OFFSET)
 
 
-def _trimmed(text: str, begin: Integers, end: Integers) -> tuple[Integers, Integers]:
-    """Shrink ranges of characters by the space at their beginnings and ends."""
-    size = len(text)
-    is_word = np.fromiter((not letter.isspace() for letter in text), dtype=bool, count=size)
-    places = np.arange(size)
-    # the first letter from a place on, and the place behind the last letter before it
-    following = np.minimum.accumulate(np.append(np.where(is_word, places, size), size)[::-1])[::-1]
-    preceding = np.maximum.accumulate(np.append(0, np.where(is_word, places + 1, 0)))
-    begin = np.minimum(following[begin], end)
-    return begin, np.maximum(preceding[end], begin)
+def _trimmed(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Shrink a range of characters by the space at its beginning and end."""
+    while begin < end and text[begin].isspace():
+        begin += 1
+    while begin < end and text[end - 1].isspace():
+        end -= 1
+    return begin, end
 
 
 TABLE = NameTable.parse("""
@@ -208,11 +205,7 @@ class Pretrained:
         )
 
     def fill(self, model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
-        """Set the parameters of the encoder as stored, and all others to their initial values.
-
-        Raises:
-            CheckpointError: a tensor of the encoder is missing or has another shape.
-        """
+        """Set the encoder as stored, the rest as initialized; CheckpointError if a tensor lacks."""
         for entry in named_slices(model):
             theirs = TABLE.to_theirs(entry.name)
             if theirs is None:
