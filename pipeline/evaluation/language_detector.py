@@ -370,16 +370,13 @@ class LanguageAccuracy(Score):
     seed: int = 0
 
     @classmethod
-    def among(cls, languages: Iterable[str], *, seed: int, restricted: bool) -> Self:
-        """Return the variant with langdetect's prior, or with a prior over some languages."""
-        detectable = detectable_languages() & {without_region(code) for code in languages}
-        candidates = detectable if restricted else None
-        return cls(RESTRICTED if restricted else PLAIN, detectable, candidates, seed)
-
-    @classmethod
-    def by_lid176(cls, languages: Iterable[str]) -> Self:
-        """Return the variant with fastText's lid.176."""
-        return cls(BY_LID176, lid176().known & {without_region(code) for code in languages})
+    def named(cls, name: str, languages: Iterable[str], *, seed: int) -> Self:
+        """Return the score of a column, of which langdetect may be restricted to the languages."""
+        known = lid176().known if name == BY_LID176.name else detectable_languages()
+        detectable = known & {without_region(code) for code in languages}
+        candidates = detectable if name == RESTRICTED.name else None
+        (column,) = (one for one in (PLAIN, RESTRICTED, BY_LID176) if one.name == name)
+        return cls(column, detectable, candidates, seed)
 
     @property
     def identifier(self) -> str:

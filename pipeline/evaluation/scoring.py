@@ -69,11 +69,7 @@ def score_systems(
 
 
 def baseline_of(names: Sequence[str], baseline: str) -> str:
-    """Return the name of the baseline; the first system if none is named.
-
-    Raises:
-        ConfigError: there is no system of that name.
-    """
+    """Return the baseline, by default the first system; ConfigError if there is no such system."""
     if baseline and baseline not in names:
         raise ConfigError(
             f"evaluation.baseline names {baseline!r}, which is none of the systems "
@@ -184,13 +180,8 @@ class _Scoring:
                     directions=[profile.direction for profile in self.profiles],
                     work_dir=self.work_dir,
                 )
-            case "language" | "language_restricted":
-                restricted = name == "language_restricted"
-                return LanguageAccuracy.among(
-                    self.languages, seed=settings.seed, restricted=restricted
-                )
-            case "language_lid176":
-                return LanguageAccuracy.by_lid176(self.languages)
+            case "language" | "language_restricted" | "language_lid176":
+                return LanguageAccuracy.named(name, self.languages, seed=settings.seed)
             case unknown:
                 raise without_case("_score", unknown)
 

@@ -54,10 +54,8 @@ def main() -> None:
     texts = read_lines(240 if options.quick else LINES)
     lines = TranslatedLines(Direction("xx", "en"), texts, texts[::-1], texts)
     known = frozenset((*LANGUAGES, "en"))
-    accuracies = (
-        LanguageAccuracy.among(known, seed=1, restricted=False),
-        LanguageAccuracy.among(known, seed=1, restricted=True),
-    )
+    names = ("language", "language_restricted")
+    accuracies = tuple(LanguageAccuracy.named(name, known, seed=1) for name in names)
     others: tuple[Score, ...] = (Bleu("13a", {"en": "13a"}), Chrf())
     share = max(len(texts) // PEER_LINES, 1)
 

@@ -167,9 +167,7 @@ def test_probable_languages_are_ranked_and_profiles_of_one_language_added() -> N
 def test_the_languages_found_are_counted_beside_the_hits() -> None:
     texts = [ENGLISH, GERMAN, GERMAN, "12"]
     lines = TranslatedLines(Direction("fr", "en"), texts, texts, [])
-    found = LanguageAccuracy.among({"de", "en", "fr"}, seed=1, restricted=False).line_statistics(
-        lines
-    )
+    found = LanguageAccuracy.named("language", {"de", "en", "fr"}, seed=1).line_statistics(lines)
     assert found.rows.tolist() == [True, False, False, False]
     assert found.outcomes == {"de": 2, "en": 1, "none": 1}
 
@@ -177,9 +175,8 @@ def test_the_languages_found_are_counted_beside_the_hits() -> None:
 def test_a_language_of_a_region_is_found_as_its_language() -> None:
     texts = [FRENCH, GERMAN]
     lines = TranslatedLines(Direction("de", "fr_CA"), texts, texts, [])
-    for restricted in (False, True):
-        known = {"de", "fr_CA", "zh_Hant"}
-        one = LanguageAccuracy.among(known, seed=1, restricted=restricted)
+    for name in ("language", "language_restricted"):
+        one = LanguageAccuracy.named(name, {"de", "fr_CA", "zh_Hant"}, seed=1)
         assert one.covers(lines.direction)
         assert not one.covers(Direction("de", "zh_Hant"))
         assert one.line_statistics(lines).rows.tolist() == [True, False]
