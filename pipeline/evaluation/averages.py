@@ -76,11 +76,7 @@ RUN_MARK = "@"
 
 
 def group_runs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return run names per system. A system with one run has the name of its run.
-
-    Raises:
-        ConfigError: a system is named with and without a run.
-    """
+    """Return run names per system; ConfigError if one is named with and without a run."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(name.partition(RUN_MARK)[0] or name, []).append(name)

@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
+from pipeline.config.settings import one_line
 from pipeline.errors import ConfigError, lacks_package
 from pipeline.evaluation.scores import Column, LineStatistics, Score, TranslatedLines
 from pipeline.terminal import track
@@ -130,7 +131,7 @@ def _read_part(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, RuntimeError, EOFError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{path} cannot be read as a part of a COMET model ({_first_line(error)}). Name a "
+            f"{path} cannot be read as a part of a COMET model ({one_line(error)}). Name a "
             "directory with intact hparams.yaml and checkpoints/model.ckpt."
         ) from error
     return content if isinstance(content, dict) else {}
@@ -156,7 +157,7 @@ def _without_weights(kind: Any, settings: Mapping[str, Any], model_dir: Path) ->
         return kind(**wanted)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"The encoder {encoder!r} of {model_dir} cannot be set up ({_first_line(error)}). Put "
+            f"The encoder {encoder!r} of {model_dir} cannot be set up ({one_line(error)}). Put "
             f"its config.json and its tokenizer's files into {model_dir / 'encoder'}; nothing is "
             "downloaded."
         ) from error
@@ -183,7 +184,3 @@ def scores_of(model: Any, samples: Sequence[Mapping[str, str]]) -> list[float]:
             for line, score in zip(lines, scores, strict=True):
                 found[line] = score
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

@@ -54,11 +54,7 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 def run(call: StageCall) -> None:
-    """Run test lines of all directions that the model knows; write the analysis.
-
-    Raises:
-        ArtifactError: there is nothing to compare.
-    """
+    """Run test lines of all directions; ArtifactError if there is nothing to compare."""
     installed_tsne()  # refuses its absence before anything is computed
     corpus, checkpoint = call.artifacts["corpus"], call.artifacts["checkpoint"]
     profiles = describe_directions(

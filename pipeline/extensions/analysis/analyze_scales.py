@@ -101,9 +101,6 @@ def count_scales(
     Returns:
         Direction → number of its lines, of their tokens (tags and end-of-sentence included), and
         the shares of scales over queries, keys, values and heads.
-
-    Raises:
-        ConfigError: the model has no scales.
     """
     model = translator.model.eval()
     front = scale_chooser(model)
