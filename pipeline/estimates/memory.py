@@ -338,11 +338,7 @@ class _HeldByZero:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
             gradients = zero.value * self.covering
             flat = (zero.value + widened) * max(group.share for group in self.groups)
-        return {
-            **self._always(),
-            "gradients": gradients,
-            "temporaries": max(norm, flat, gathered),
-        }
+        return {**self._always(), "gradients": gradients, "temporaries": max(norm, flat, gathered)}
 
     def host(self) -> dict[str, int]:
         """Return the parts on the host, with offload: all of this rank's share."""

@@ -60,10 +60,7 @@ def average_scores(
 
 
 def system_scores(
-    name: str,
-    directions: Mapping[str, DirectionScores],
-    *,
-    profiles: Sequence[DirectionProfile],
+    name: str, directions: Mapping[str, DirectionScores], *, profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
     """Return the scores of a system with one run, with their averages."""
     scores = {direction: one.scores for direction, one in directions.items()}

@@ -30,14 +30,7 @@ from langdetect.utils.ngram import NGram
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation.scores import (
-    Column,
-    Floats,
-    LineStatistics,
-    Rows,
-    Score,
-    TranslatedLines,
-)
+from pipeline.evaluation.scores import Column, Floats, LineStatistics, Rows, Score, TranslatedLines
 from pipeline.kernels.compiled_loops import compiled
 from pipeline.languages import (
     can_be_written,

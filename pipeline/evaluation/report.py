@@ -536,11 +536,7 @@ def choose_samples(
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
             title = " → ".join(language(code).name for code in codes)
             rows += [
-                row(
-                    f"{title}, line {line + 1:,}",
-                    name,
-                    _shown(texts[line]),
-                )
+                row(f"{title}, line {line + 1:,}", name, _shown(texts[line]))
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()
             ]

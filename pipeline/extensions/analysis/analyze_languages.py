@@ -123,9 +123,7 @@ class States:
 
 
 def batch_of(
-    model: Transformer,
-    sources: Sequence[Source],
-    targets: Sequence[Sequence[int]] | None = None,
+    model: Transformer, sources: Sequence[Source], targets: Sequence[Sequence[int]] | None = None
 ) -> Batch:
     """Return sources, and the tokens of their targets if given, as a batch without labels."""
     behind = targets if targets is not None else [()] * len(sources)

@@ -172,10 +172,7 @@ class TaskSpec(Settings):
         """Build a model; its parameters are allocated but not set."""
         with torch.device("meta"):
             model = TokenClassifier(
-                self.encoder,
-                head=self.head,
-                num_tags=len(self.tags),
-                regularization=regularization,
+                self.encoder, head=self.head, num_tags=len(self.tags), regularization=regularization
             )
         allocate(model, device or torch.device("cpu"))
         return model
