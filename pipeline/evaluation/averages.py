@@ -95,24 +95,20 @@ def merge_runs(
 ) -> list[SystemScores]:
     """Return the scores of systems (system → its runs) from the scores of all runs."""
     by_name = {system.name: system for system in scored}
-    found = {system: [by_name[name] for name in names] for system, names in groups.items()}
     return [
-        runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
-        for system, runs in found.items()
+        _merge(system, [by_name[name] for name in names], profiles)
+        for system, names in groups.items()
     ]
 
 
 def _merge(
     name: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
-    merged = system_scores(
-        name,
-        {
-            way: _merge_direction([run.directions[way] for run in runs])
-            for way in runs[0].directions
-        },
-        profiles=profiles,
-    )
+    if len(runs) == 1:
+        return runs[0]
+    ways = runs[0].directions
+    directions = {way: _merge_direction([run.directions[way] for run in runs]) for way in ways}
+    merged = system_scores(name, directions, profiles=profiles)
     spread: Averages = {
         family: {
             group: {

@@ -212,15 +212,13 @@ class LanguageDetector:
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
-        distinct = tuple(dict.fromkeys(texts))
-        probabilities = self._probable(distinct, self._prior)
-        counts = grams_of_lines(distinct).counts
+        probabilities = self._probable(tuple(texts), self._prior)
+        counts = grams_of_lines(tuple(texts)).counts
         best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
-        language_of: dict[str, str | None] = {}
-        for text, at, sure, count in zip(distinct, best, is_sure, counts, strict=True):
-            name = self._names[at] if sure else UNCERTAIN
-            language_of[text] = name if count else None
-        return [language_of[text] for text in texts]
+        found = [
+            self._names[at] if sure else UNCERTAIN for at, sure in zip(best, is_sure, strict=True)
+        ]
+        return [name if count else None for name, count in zip(found, counts, strict=True)]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first.

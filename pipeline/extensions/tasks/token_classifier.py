@@ -316,7 +316,7 @@ def read_text(path: Path) -> str:
         raise ArtifactError(f"Line {line} of {path} is not UTF-8. Convert the file.") from error
 
 
-Scores: TypeAlias = dict[str, float]
+Scores: TypeAlias = Mapping[str, float]
 """Name of a score → percent."""
 Predictions: TypeAlias = list[dict[str, object]]
 
