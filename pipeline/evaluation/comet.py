@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
+from pipeline.checkpoints.foreign.files import read_torch_file
 from pipeline.config.settings import one_line
 from pipeline.errors import ConfigError, lacks_package
 from pipeline.evaluation.scores import Column, LineStatistics, Score, TranslatedLines
@@ -28,6 +28,7 @@ from pipeline.terminal import track
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DIGEST_DIGITS = 12
 BATCH_LINES = 16
+CHECKPOINT_FORM = "{'state_dict': ..., 'hyper_parameters': ...}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def load_model(model_dir: Path) -> Any:
 
     Raises:
         ConfigError: COMET is not installed, or the directory holds no model of COMET.
+        CheckpointError: its weights cannot be read, or ask for more than data.
     """
     os.environ |= OFFLINE  # before Hugging Face's packages read it
     try:
@@ -94,14 +96,14 @@ def load_model(model_dir: Path) -> Any:
         raise lacks_package(
             "COMET", "unbabel-comet", error, extra="comet", otherwise=otherwise
         ) from error
-    settings = _read_part(model_dir / "hparams.yaml")
+    settings = _read_settings(model_dir / "hparams.yaml")
     identifier = settings.get("class_identifier")
     if identifier not in str2model:
         raise ConfigError(
             f"{model_dir / 'hparams.yaml'} names no known class of COMET models "
             f"({identifier!r}). Name a directory with a model of {', '.join(str2model)}."
         )
-    checkpoint = _read_part(model_dir / "checkpoints" / "model.ckpt")
+    checkpoint = read_torch_file(model_dir / "checkpoints" / "model.ckpt", form=CHECKPOINT_FORM)
     settings |= checkpoint.get("hyper_parameters", {})
     model = _without_weights(str2model[identifier], settings, model_dir)
     weights = checkpoint.get("state_dict") or {}
@@ -114,24 +116,14 @@ def load_model(model_dir: Path) -> Any:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _read_part(path: Path) -> dict[str, Any]:
-    """Read settings, or weights with settings; objects that could run code are refused."""
-    import torch
+def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        if path.suffix == ".yaml":
-            content = yaml.safe_load(path.read_text("utf-8"))
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{path} holds more than weights, which could run any code, and is not loaded. If "
-            "you trust it, save it again with only its state_dict and hyper_parameters."
-        ) from error
-    except (OSError, ValueError, RuntimeError, EOFError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a part of a COMET model ({one_line(error)}). Name a "
+            f"{path} cannot be read as settings of a COMET model ({one_line(error)}). Name a "
             "directory with intact hparams.yaml and checkpoints/model.ckpt."
         ) from error
     return content if isinstance(content, dict) else {}
