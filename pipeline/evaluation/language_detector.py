@@ -150,7 +150,7 @@ def _average_trials(
 ) -> None:
     """Add the means of langdetect's trials to ``found``, (lines, profiles).
 
-    ``bits`` is the bit length of each count. Numbers are those of CPython's ``random``.
+    ``bits`` is the bit length of each count. CPython's ``random`` draws the same numbers.
     """
     start, normal, next_normal, current = 0, 0.0, 0.0, np.empty_like(prior)
     for line in range(len(counts)):
