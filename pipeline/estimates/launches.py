@@ -5,7 +5,7 @@
 The meta device has shapes but no values, and our kernels take the branches of a GPU there
 (:func:`~pipeline.kernels.products.meta_stands_for`). A *launch* is one operator below autograd that
 has work on the device: all operators except views and allocations. Operators that CUDA fuses
-(attention, dropout, norms) count as one launch, even if they run several kernels. A *wait* is a
+(attention, norms) count as one launch, even if they run several kernels. A *wait* is a
 copy to the host, or a copy from host memory that is not pinned. Collectives are not counted.
 """
 
@@ -59,7 +59,7 @@ KINDS = {
     ),
     "norm": ("native_layer_norm", "native_layer_norm_backward"),
     "softmax": ("_softmax", "_log_softmax", "_softmax_backward_data", "logsumexp", "amax", "mean"),
-    "dropout": ("native_dropout", "native_dropout_backward", "uniform_"),
+    "dropout": ("uniform_",),
     "gather or scatter": (
         *("index_select", "index", "index_put", "index_put_", "_index_put_impl_", "index_add"),
         *("index_add_", "embedding", "embedding_dense_backward", "gather", "scatter_"),
@@ -275,7 +275,7 @@ def _is_upload(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Use CUDA's attention and dropout, and count uploads of lists, which are no operators."""
+    """Use CUDA's attention, and count uploads of lists, which are no operators."""
 
     def __init__(self, count_wait: Callable[[str], None]) -> None:
         super().__init__()
@@ -287,9 +287,6 @@ class _AsOnCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _fused_attention(*args, **kwargs)
-        if func is F.dropout:
-            rate = kwargs["p"] * kwargs["training"]
-            return torch.native_dropout(args[0], rate, True)[0] if rate else args[0]
         result = func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             if result.is_meta and not isinstance(args[-1], Tensor):

@@ -53,7 +53,7 @@ ALIGNMENT = 2
 """Number of values per rank to a multiple of which ZeRO pads a group."""
 DEFAULT_BUCKET = 500_000_000
 CPU_PROCESS = 560 * 2**20
-"""Interpreter, libraries, and what they hold once training has begun (measured, torch 2.13)."""
+"""Interpreter and libraries with their memory once training has begun (measured, torch 2.13)."""
 CPU_KERNELS = 90 * 2**20
 """Kernels of oneDNN for bfloat16, of which :mod:`pipeline.kernels.cpu` limits the number."""
 CPU_GAPS = 0.85
@@ -338,11 +338,7 @@ class _HeldByZero:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
             gradients = zero.value * self.covering
             flat = (zero.value + widened) * max(group.share for group in self.groups)
-        return {
-            **self._always(),
-            "gradients": gradients,
-            "temporaries": max(norm, flat, gathered),
-        }
+        return {**self._always(), "gradients": gradients, "temporaries": max(norm, flat, gathered)}
 
     def host(self) -> dict[str, int]:
         """Return the parts on the host, with offload: all of this rank's share."""

@@ -60,10 +60,7 @@ def average_scores(
 
 
 def system_scores(
-    name: str,
-    directions: Mapping[str, DirectionScores],
-    *,
-    profiles: Sequence[DirectionProfile],
+    name: str, directions: Mapping[str, DirectionScores], *, profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
     """Return the scores of a system with one run, with their averages."""
     scores = {direction: one.scores for direction, one in directions.items()}
@@ -76,11 +73,7 @@ RUN_MARK = "@"
 
 
 def group_runs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return run names per system. A system with one run has the name of its run.
-
-    Raises:
-        ConfigError: a system is named with and without a run.
-    """
+    """Return run names per system; ConfigError if one is named with and without a run."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(name.partition(RUN_MARK)[0] or name, []).append(name)
@@ -102,24 +95,20 @@ def merge_runs(
 ) -> list[SystemScores]:
     """Return the scores of systems (system → its runs) from the scores of all runs."""
     by_name = {system.name: system for system in scored}
-    found = {system: [by_name[name] for name in names] for system, names in groups.items()}
     return [
-        runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
-        for system, runs in found.items()
+        _merge(system, [by_name[name] for name in names], profiles)
+        for system, names in groups.items()
     ]
 
 
 def _merge(
     name: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
-    merged = system_scores(
-        name,
-        {
-            way: _merge_direction([run.directions[way] for run in runs])
-            for way in runs[0].directions
-        },
-        profiles=profiles,
-    )
+    if len(runs) == 1:
+        return runs[0]
+    ways = runs[0].directions
+    directions = {way: _merge_direction([run.directions[way] for run in runs]) for way in ways}
+    merged = system_scores(name, directions, profiles=profiles)
     spread: Averages = {
         family: {
             group: {

@@ -34,11 +34,7 @@ other languages use 13a."""
 
 
 def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
-    """Return the name of the sacreBLEU tokenizer for a target language.
-
-    Raises:
-        ConfigError: none of the tokenizers can be loaded.
-    """
+    """Return the sacreBLEU tokenizer of a target language; ConfigError if none can be loaded."""
     wanted = _usual_tokenizers(language) if option == "per-language" else (option,)
     failure: Exception | None = None
     for name in wanted:
@@ -76,11 +72,7 @@ class Bleu(Score):
 
     @classmethod
     def into(cls, targets: Iterable[str], *, option: BleuTokenizerOption) -> Self:
-        """Return BLEU with the tokenizers of some target languages.
-
-        Raises:
-            ConfigError: a tokenizer cannot be loaded.
-        """
+        """Return BLEU into some languages; ConfigError if a tokenizer cannot be loaded."""
         return cls(option, {code: bleu_tokenizer(code, option=option) for code in targets})
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:

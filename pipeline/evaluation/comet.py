@@ -7,39 +7,35 @@ the checkpoint, and nothing is downloaded.
 """
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
+from pipeline.checkpoints.foreign.files import read_torch_file
+from pipeline.config.settings import one_line
 from pipeline.errors import ConfigError, lacks_package
-from pipeline.evaluation.scores import (
-    Column,
-    LineStatistics,
-    Score,
-    TranslatedLines,
-)
+from pipeline.evaluation.scores import Column, LineStatistics, Score, TranslatedLines
 from pipeline.terminal import track
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DIGEST_DIGITS = 12
 BATCH_LINES = 16
+CHECKPOINT_FORM = "{'state_dict': ..., 'hyper_parameters': ...}"
 
 
 @dataclass(frozen=True)
 class Comet(Score):
     """Mean of a COMET model's scores over lines, times 100."""
 
-    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.json``
+    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.npy``
     signature: str  # name and digest of the model, and version of COMET
 
     column = Column("comet", "COMET")
@@ -47,13 +43,11 @@ class Comet(Score):
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return the scores of the model, (lines,)."""
         path = _place(self.folder, lines.system, lines.direction)
-        scores = np.array(json.loads(path.read_text("utf-8")), dtype=np.float64)
-        assert len(scores) == len(lines.hypotheses)
-        return LineStatistics(scores, self.signature)
+        return LineStatistics(np.load(path), self.signature)
 
 
 def _place(folder: Path, system: str, direction: Direction) -> Path:
-    return folder / system / f"{direction}.json"
+    return folder / system / f"{direction}.npy"
 
 
 def ask_comet(
@@ -81,7 +75,7 @@ def ask_comet(
             raise ConfigError(f"{model_dir} gives scores that are no numbers. Use another model.")
         path = _place(work_dir / "comet", system, direction)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(scores), encoding="utf-8")
+        np.save(path, scores)
     known = f"digest:{digest[:DIGEST_DIGITS]}|version:{version('unbabel-comet')}"
     return Comet(work_dir / "comet", f"model:{model_dir.name}|{known}")
 
@@ -91,6 +85,7 @@ def load_model(model_dir: Path) -> Any:
 
     Raises:
         ConfigError: COMET is not installed, or the directory holds no model of COMET.
+        CheckpointError: its weights cannot be read, or ask for more than data.
     """
     os.environ |= OFFLINE  # before Hugging Face's packages read it
     try:
@@ -101,14 +96,14 @@ def load_model(model_dir: Path) -> Any:
         raise lacks_package(
             "COMET", "unbabel-comet", error, extra="comet", otherwise=otherwise
         ) from error
-    settings = _read_part(model_dir / "hparams.yaml")
+    settings = _read_settings(model_dir / "hparams.yaml")
     identifier = settings.get("class_identifier")
     if identifier not in str2model:
         raise ConfigError(
             f"{model_dir / 'hparams.yaml'} names no known class of COMET models "
             f"({identifier!r}). Name a directory with a model of {', '.join(str2model)}."
         )
-    checkpoint = _read_part(model_dir / "checkpoints" / "model.ckpt")
+    checkpoint = read_torch_file(model_dir / "checkpoints" / "model.ckpt", form=CHECKPOINT_FORM)
     settings |= checkpoint.get("hyper_parameters", {})
     model = _without_weights(str2model[identifier], settings, model_dir)
     weights = checkpoint.get("state_dict") or {}
@@ -121,24 +116,14 @@ def load_model(model_dir: Path) -> Any:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _read_part(path: Path) -> dict[str, Any]:
-    """Read settings, or weights with settings; objects that could run code are refused."""
-    import torch
+def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        if path.suffix == ".yaml":
-            content = yaml.safe_load(path.read_text("utf-8"))
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{path} holds more than weights, which could run any code, and is not loaded. If "
-            "you trust it, save it again with only its state_dict and hyper_parameters."
-        ) from error
-    except (OSError, ValueError, RuntimeError, EOFError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a part of a COMET model ({_first_line(error)}). Name a "
+            f"{path} cannot be read as settings of a COMET model ({one_line(error)}). Name a "
             "directory with intact hparams.yaml and checkpoints/model.ckpt."
         ) from error
     return content if isinstance(content, dict) else {}
@@ -164,7 +149,7 @@ def _without_weights(kind: Any, settings: Mapping[str, Any], model_dir: Path) ->
         return kind(**wanted)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"The encoder {encoder!r} of {model_dir} cannot be set up ({_first_line(error)}). Put "
+            f"The encoder {encoder!r} of {model_dir} cannot be set up ({one_line(error)}). Put "
             f"its config.json and its tokenizer's files into {model_dir / 'encoder'}; nothing is "
             "downloaded."
         ) from error
@@ -191,7 +176,3 @@ def scores_of(model: Any, samples: Sequence[Mapping[str, str]]) -> list[float]:
             for line, score in zip(lines, scores, strict=True):
                 found[line] = score
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

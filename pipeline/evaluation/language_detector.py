@@ -5,20 +5,19 @@ three variants: langdetect as it is, as in the papers; langdetect with its prior
 languages of the corpus; and fastText's lid.176, which knows more languages. Directions with a
 target language that the identifier does not know have no language accuracy by it.
 
-The answers of langdetect 1.0.9 are computed for a batch of lines as arrays: (1) characters are
-looked up, n-grams of up to three become integers, and one search finds their rows in a table of
-langdetect's profiles; (2) seven times, the probabilities of all languages are multiplied by
-probabilities of n-grams drawn at random, from the prior until one language is certain or a thousand
-were drawn, and averaged. All lines read the same stream of random words, since every walk starts
-from one seed, each at its own position.
+The answers of langdetect 1.0.9 are computed by a compiled loop over its table of the probabilities
+of n-grams: seven times, the probabilities of all languages are multiplied by probabilities of
+n-grams drawn at random, from the prior until one language is certain or a thousand were drawn, and
+averaged. All lines read the same stream of random words from its beginning.
 """
 
-import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Self
@@ -26,20 +25,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 from langdetect.detector import Detector
-from langdetect.detector_factory import PROFILES_DIRECTORY
-from langdetect.utils.lang_profile import LangProfile
+from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
 from langdetect.utils.ngram import NGram
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation.scores import (
-    Column,
-    Floats,
-    LineStatistics,
-    Rows,
-    Score,
-    TranslatedLines,
-)
+from pipeline.evaluation.scores import Column, Floats, LineStatistics, Rows, Score, TranslatedLines
+from pipeline.kernels.compiled_loops import compiled
 from pipeline.languages import (
     can_be_written,
     canonical,
@@ -53,9 +45,9 @@ from pipeline.languages import (
 Integers = npt.NDArray[np.int64]
 
 MAX_CHARACTERS = 10_000  # of a text that langdetect reads (Detector.max_text_length)
-BLOCK_CHARACTERS = 1 << 18  # looked up at a time
-CODE_POINTS, FIRST_NON_LATIN = 0x110000, 0x300
-UNSEEN_CHARACTER, FIRST_CHARACTER = 1, 2  # numbers of characters; 0 is none
+LATIN, OTHERS = re.compile("[A-z]"), re.compile("[^\0-\u02ff]")
+"""Latin letters, and characters of other scripts as langdetect counts them; by a slip of it, the
+block Latin Extended Additional is another script."""
 
 
 class GramsOfLines(NamedTuple):
@@ -65,92 +57,60 @@ class GramsOfLines(NamedTuple):
     counts: Integers  # of every line, (lines,)
 
 
+class _Normalized(dict[int, str]):
+    """Code point → the character that langdetect takes it for."""
+
+    def __missing__(self, code: int) -> str:
+        return self.setdefault(code, NGram.normalize(chr(code)))
+
+
 class Profiles:
     """langdetect's profiles as a table of the probabilities of n-grams."""
 
-    def __init__(self, profiles: Sequence[Any]) -> None:
-        """Build the table from langdetect's ``LangProfile`` objects; the first wins a tie."""
-        self.names: tuple[str, ...] = tuple(profile.name for profile in profiles)
-        known = {gram for profile in profiles for gram in profile.freq if 1 <= len(gram) <= 3}
-        letters = enumerate(sorted(set().union(*known)), start=FIRST_CHARACTER)
-        self._alphabet = {character: number for number, character in letters}
-        self._base = len(self._alphabet) + FIRST_CHARACTER
-        number, base = self._alphabet.__getitem__, self._base
-        keys = {
-            reduce(lambda key, one: key * base + one, map(number, gram)): gram for gram in known
-        }
-        self._keys = np.array(sorted(keys), dtype=np.int64)
-        row = {keys[key]: place for place, key in enumerate(self._keys.tolist())}
-        self.probabilities: Floats = np.zeros((len(keys), len(profiles)))  # of n-grams
-        for column, profile in enumerate(profiles):
-            grams = [gram for gram in profile.freq if gram in row]
-            counts = np.array([profile.freq[gram] for gram in grams], dtype=np.float64)
-            totals = np.array(profile.n_words)[[len(gram) - 1 for gram in grams]]
-            self.probabilities[[row[gram] for gram in grams], column] = counts / totals
-        self._numbers: Integers = np.full(CODE_POINTS, -1, dtype=np.int64)
-        self._is_upper = np.zeros(CODE_POINTS, dtype=np.bool_)
-        self._space = self._alphabet.get(" ", UNSEEN_CHARACTER)
+    def __init__(self, factory: Any) -> None:
+        """Build the table from langdetect's ``DetectorFactory``; its first profile wins a tie."""
+        self.names: tuple[str, ...] = tuple(factory.langlist)
+        self.probabilities: Floats = np.array([*factory.word_lang_prob_map.values()])  # of n-grams
+        self._rows = {gram: row for row, gram in enumerate(factory.word_lang_prob_map)}
+        self._normalized = _Normalized()
 
     def grams(self, texts: Sequence[str]) -> GramsOfLines:
         """Return the n-grams of every text, in langdetect's order."""
-        found, block, characters = [self._grams_of_block([])], list[str](), 0
-        for text in map(normalized, texts):
-            block.append(text)
-            characters += len(text)
-            if characters >= BLOCK_CHARACTERS:
-                found.append(self._grams_of_block(block))
-                block, characters = [], 0
-        found.append(self._grams_of_block(block))
-        return GramsOfLines(*map(np.concatenate, zip(*found, strict=True)))
+        found = [self._grams_of(text) for text in texts]
+        counts = np.array([*map(len, found)], dtype=np.int64)
+        return GramsOfLines(np.fromiter(chain.from_iterable(found), dtype=np.int32), counts)
 
-    def _grams_of_block(self, texts: Sequence[str]) -> GramsOfLines:
-        # Every line begins with a space, which makes no n-gram of its own. langdetect's buffer
-        # begins anew at each space and holds it: a trigram never has a space in its middle.
-        joined = "".join(f" {text}" for text in texts)
-        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
-        # Latin letters are left out of lines of which two thirds are in other scripts. By a slip of
-        # langdetect, the block Latin Extended Additional counts as another script.
-        latin = (codes >= ord("A")) & (codes <= ord("z"))
-        latin_counts = np.bincount(line[latin], minlength=len(texts))
-        others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
-        kept = ~(latin & (latin_counts * 2 < others)[line])
-        codes, line = codes[kept], line[kept]
-        for code in np.unique(codes[self._numbers[codes] < 0]).tolist():
-            character = NGram.normalize(chr(code))
-            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
-            self._is_upper[code] = character.isupper()
-        numbers, upper = self._numbers[codes], self._is_upper[codes]
-        first = np.diff(line, prepend=-1) > 0
-        before, before_that = np.roll(numbers, 1), np.roll(numbers, 2)
-        space, after_space = numbers == self._space, before == self._space
-        two = before * self._base + numbers
-        keys = np.stack([numbers, two, before_that * self._base**2 + two], axis=1)
-        valid = np.stack([~space, ~(space & after_space), ~after_space], axis=1)
-        valid &= ~(first | (upper & np.roll(upper, 1)))[:, None]
-        places = np.searchsorted(self._keys, keys)
-        places[places == len(self._keys)] = 0
-        valid &= self._keys[places] == keys
-        per_line = np.bincount(line, weights=valid.sum(axis=1), minlength=len(texts))
-        return GramsOfLines(places[valid].astype(np.int32), per_line.astype(np.int64))
+    def _grams_of(self, text: str) -> list[int]:
+        text = cleaned(text).translate(self._normalized)
+        # Every line begins with a space. NUL is in no n-gram, and gives the first letter three.
+        text = f"\0{re.sub(' +', ' ', f' {text}')}"
+        upper = [*map(str.isupper, text)]
+        ends = (end for end in range(2, len(text)) if not (upper[end - 1] and upper[end]))
+        grams = (text[end - size : end + 1] for end in ends for size in range(3))
+        return [self._rows[gram] for gram in grams if gram in self._rows]
 
 
-def normalized(text: str) -> str:
-    """Return a text as langdetect appends it: without addresses, Vietnamese composed, cut."""
+def cleaned(text: str) -> str:
+    """Return a text as langdetect reads it: without addresses, Vietnamese composed, cut."""
     if "http" in text:
         text = Detector.URL_RE.sub(" ", text)
     if "@" in text:
         text = Detector.MAIL_RE.sub(" ", text)
     if not text.isascii():
         text = NGram.normalize_vi(text)
-    return text[:MAX_CHARACTERS]
+    text = text[:MAX_CHARACTERS]
+    # Latin letters are left out of texts of which two thirds are in other scripts.
+    is_latin = text.isascii() or len(LATIN.findall(text)) * 2 >= len(OTHERS.findall(text))
+    return text if is_latin else LATIN.sub("", text)
 
 
 @lru_cache(maxsize=1)
 def langdetect_profiles() -> Profiles:
     """Return langdetect's profiles in sorted order; its loader uses the file system's order."""
     paths = sorted(path for path in Path(PROFILES_DIRECTORY).iterdir() if path.name[0] != ".")
-    return Profiles([LangProfile(**json.loads(path.read_text("utf-8"))) for path in paths])
+    factory = DetectorFactory()
+    factory.load_json_profile([path.read_text("utf-8") for path in paths])
+    return Profiles(factory)
 
 
 @lru_cache(maxsize=2)
@@ -161,154 +121,73 @@ def grams_of_lines(texts: tuple[str, ...]) -> GramsOfLines:
 
 TRIALS, CONVERGED = 7, 0.99999
 ALPHA, ALPHA_WIDTH, BASE_FREQUENCY = 0.5, 0.05, 10_000
-UPDATES_PER_TEST = 5
-MAX_TESTS = 201  # of a trial: after its first update, and after every fifth up to the thousandth
-WORDS_OF_NORMAL_PAIR = 4
-WORDS_AHEAD = 1 << 13
-"""Words ready beyond the furthest position: a round draws at most ``MIN_ROWS`` times five numbers,
-each from two words on average at worst."""
-BLOCK_LINES = 2048  # walked at a time
-MIN_ROWS = 128
-"""With fewer running lines, each takes several stages per call: the last lines of a block never
-become certain, and would need a thousand updates one call after another."""
-
-
-class RandomWords:
-    """The 32-bit outputs of ``random.Random(seed)``, and the numbers CPython derives from them."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-        self.words = np.empty(0, dtype=np.uint32)
-        self._normal_pairs: dict[int, tuple[float, float]] = {}
-
-    def extend(self, count: int) -> None:
-        """Draw words until there are at least so many."""
-        if count > len(self.words):
-            missing = max(count - len(self.words), len(self.words))
-            drawn = self._random.getrandbits(32 * missing).to_bytes(4 * missing, "little")
-            self.words = np.concatenate([self.words, np.frombuffer(drawn, dtype="<u4")])
-
-    def normal_pair(self, position: int) -> tuple[float, float]:
-        """Return the results of two calls of ``gauss(0, 1)`` from a position on."""
-        if position not in self._normal_pairs:
-            angle, rest = self._uniform(position) * math.tau, 1.0 - self._uniform(position + 2)
-            radius = math.sqrt(-2.0 * math.log(rest))
-            self._normal_pairs[position] = (math.cos(angle) * radius, math.sin(angle) * radius)
-        return self._normal_pairs[position]
-
-    def _uniform(self, position: int) -> float:
-        high, low = self.words[position : position + 2].tolist()
-        uniform: float = ((high >> 5) * 67108864.0 + (low >> 6)) / 9007199254740992.0
-        return uniform
+UPDATES, UPDATES_PER_TEST = 1001, 5  # at most in a trial
+MAX_WORDS = 1 << 16
+"""Random words for a line: it draws 7,007 numbers at most, each from two words on average at worst,
+and 16 words for normals."""
 
 
 def language_probabilities(
     grams: GramsOfLines, *, probabilities: Floats, prior: Floats, seed: int
 ) -> Floats:
     """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams."""
-    found, stream = np.zeros((len(grams.counts), len(prior))), RandomWords(seed)
-    starts, walked = np.cumsum(grams.counts) - grams.counts, np.flatnonzero(grams.counts)
-    for first in range(0, len(walked), BLOCK_LINES):
-        lines = walked[first : first + BLOCK_LINES]
-        part = grams._replace(counts=grams.counts[lines])
-        found[lines] = _Walk(part, starts[lines], probabilities, prior, stream).run()
+    found = np.zeros((len(grams.counts), len(prior)))
+    words = np.frombuffer(Random(seed).randbytes(4 * MAX_WORDS), dtype="<u4").astype(np.int64)
+    bits = np.array([int(count).bit_length() for count in grams.counts], dtype=np.int64)
+    _average_trials(grams.places, grams.counts, bits, probabilities, prior, words, found)
     return found
 
 
-class _Walk:
-    """State of the walks of some lines; ``rows`` are indices of these lines."""
+@compiled()
+def _average_trials(
+    places: npt.NDArray[np.int32],
+    counts: Integers,
+    bits: Integers,
+    probabilities: Floats,
+    prior: Floats,
+    words: Integers,
+    found: Floats,
+) -> None:
+    """Add the means of langdetect's trials to ``found``, (lines, profiles).
 
-    def __init__(
-        self,
-        grams: GramsOfLines,
-        starts: Integers,
-        table: Floats,
-        prior: Floats,
-        words: RandomWords,
-    ) -> None:
-        (self._places, self._counts), self._starts, counts = grams, starts, grams.counts
-        self._probabilities, self._prior, self._stream = table, prior, words
-        self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
-        self._positions, self._trials, self._tests = np.zeros((3, len(counts)), dtype=np.int64)
-        self._weights, self._second_normals = np.zeros((2, len(counts)))
-        self._current = np.tile(self._prior, (len(counts), 1))
+    ``bits`` is the bit length of each count. CPython's ``random`` draws the same numbers.
+    """
+    start, normal, next_normal, current = 0, 0.0, 0.0, np.empty_like(prior)
+    for line in range(len(counts)):
+        word = 0
+        for trial in range(TRIALS if counts[line] else 0):
+            if trial % 2 == 0:  # gauss draws normals in pairs
+                angle = 2.0 * math.pi * _uniform(words, word)
+                radius = math.sqrt(-2.0 * math.log(1.0 - _uniform(words, word + 2)))
+                normal, next_normal = math.cos(angle) * radius, math.sin(angle) * radius
+                word += 4
+            else:
+                normal = next_normal
+            weight = (ALPHA + normal * ALPHA_WIDTH) / BASE_FREQUENCY
+            current[:] = prior
+            for update in range(UPDATES):
+                # choice takes the leading bits of a word, and draws again if they are too large.
+                number = words[word] >> (32 - bits[line])
+                while number >= counts[line]:
+                    word += 1
+                    number = words[word] >> (32 - bits[line])
+                word += 1
+                row = probabilities[places[start + number]]
+                for profile in range(len(current)):
+                    current[profile] *= weight + row[profile]
+                if update % UPDATES_PER_TEST == 0:
+                    current /= current.sum()
+                    if current.max() > CONVERGED:
+                        break
+            found[line] += current / TRIALS
+        start += counts[line]
 
-    def run(self) -> Floats:
-        """Walk all lines to their ends and return the means of the trials, (lines, profiles)."""
-        means = np.zeros_like(self._current)
-        fresh, running = np.arange(len(self._counts)), np.arange(0)
-        while len(fresh) or len(running):
-            self._stream.extend(int(self._positions.max()) + WORDS_AHEAD)
-            self._begin_trials(fresh)
-            stages = max(MIN_ROWS // max(len(running), 1), 1)
-            ended = [self._advance(fresh, 1, 1), self._advance(running, stages, UPDATES_PER_TEST)]
-            rows, has_ended = np.concatenate([fresh, running]), np.concatenate(ended)
-            running, over = rows[~has_ended], rows[has_ended]
-            means[over] += self._current[over] / TRIALS
-            self._trials[over] += 1
-            fresh = over[self._trials[over] < TRIALS]
-        return means
 
-    def _begin_trials(self, rows: Integers) -> None:
-        """Start trials from the prior, with smoothing from normals, which are drawn in pairs."""
-        first = self._trials[rows] % 2 == 0
-        for row in rows[first].tolist():
-            pair = self._stream.normal_pair(int(self._positions[row]))
-            self._weights[row], self._second_normals[row] = pair
-        self._positions[rows[first]] += WORDS_OF_NORMAL_PAIR
-        self._weights[rows[~first]] = self._second_normals[rows[~first]]
-        self._weights[rows] = (ALPHA + self._weights[rows] * ALPHA_WIDTH) / BASE_FREQUENCY
-        self._current[rows] = self._prior
-        self._tests[rows] = 0
-
-    def _advance(self, rows: Integers, stages: int, updates: int) -> npt.NDArray[np.bool_]:
-        """Take stages of updates, each with its test, and return which trials have ended."""
-        drawn, ends = self._draw(rows, stages * updates)
-        grams = self._places[self._starts[rows][:, None] + drawn]
-        current, weights = self._current[rows], self._weights[rows][:, None]
-        tests, positions = self._tests[rows], self._positions[rows]
-        ended = np.zeros(len(rows), dtype=np.bool_)
-        for stage in range(stages):
-            stepped = current.copy()
-            for column in grams.T[stage * updates : (stage + 1) * updates]:
-                factors = self._probabilities[column]
-                factors += weights
-                stepped *= factors
-            stepped /= stepped.sum(axis=1, keepdims=True)
-            # A line with an ended trial keeps its state and its position.
-            current = np.where(ended[:, None], current, stepped)
-            positions = np.where(ended, positions, ends[:, (stage + 1) * updates - 1])
-            tests += ~ended
-            ended |= (current.max(axis=1) > CONVERGED) | (tests >= MAX_TESTS)
-            if ended.all():
-                break
-        self._current[rows], self._tests[rows], self._positions[rows] = current, tests, positions
-        return ended
-
-    def _draw(self, rows: Integers, draws: int) -> tuple[Integers, Integers]:
-        """Draw numbers below the count of each line as ``random.choice`` does.
-
-        The leading bits of a word are a number, discarded if it is too large. The result is the
-        numbers and the positions after them, both (rows, draws).
-        """
-        drawn, ends = np.empty((2, len(rows), draws), dtype=np.int64)
-        filled, positions = np.zeros(len(rows), dtype=np.int64), self._positions[rows]
-        ahead = np.arange(2 * draws)  # enough for most lines: half of the numbers or more are taken
-        waiting = np.arange(len(rows))
-        while len(waiting):
-            of_lines, begins = rows[waiting], positions[waiting]
-            words = self._stream.words[begins[:, None] + ahead]
-            numbers = words >> self._shifts[of_lines, None]
-            is_taken = numbers < self._counts[of_lines, None]
-            places = filled[waiting, None] + np.cumsum(is_taken, axis=1) - 1
-            filled[waiting] = np.minimum(places[:, -1] + 1, draws)
-            row, word = np.nonzero(is_taken & (places < draws))
-            place = places[row, word]
-            drawn[waiting[row], place] = numbers[row, word]
-            ends[waiting[row], place] = begins[row] + word + 1
-            positions[waiting] = begins + len(ahead)
-            waiting = waiting[filled[waiting] < draws]
-        return drawn, ends
+@compiled()
+def _uniform(words: Integers, word: int) -> float:
+    high, low = words[word] >> 5, words[word + 1] >> 6
+    uniform: float = (high * 67108864.0 + low) / 9007199254740992.0
+    return uniform
 
 
 PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}  # profile → language code, if they differ
@@ -333,15 +212,13 @@ class LanguageDetector:
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
-        distinct = tuple(dict.fromkeys(texts))
-        probabilities = self._probable(distinct, self._prior)
-        counts = grams_of_lines(distinct).counts
+        probabilities = self._probable(tuple(texts), self._prior)
+        counts = grams_of_lines(tuple(texts)).counts
         best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
-        language_of: dict[str, str | None] = {}
-        for text, at, sure, count in zip(distinct, best, is_sure, counts, strict=True):
-            name = self._names[at] if sure else UNCERTAIN
-            language_of[text] = name if count else None
-        return [language_of[text] for text in texts]
+        found = [
+            self._names[at] if sure else UNCERTAIN for at, sure in zip(best, is_sure, strict=True)
+        ]
+        return [name if count else None for name, count in zip(found, counts, strict=True)]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first.
@@ -484,16 +361,13 @@ class LanguageAccuracy(Score):
     seed: int = 0
 
     @classmethod
-    def among(cls, languages: Iterable[str], *, seed: int, restricted: bool) -> Self:
-        """Return the variant with langdetect's prior, or with a prior over some languages."""
-        detectable = detectable_languages() & {without_region(code) for code in languages}
-        candidates = detectable if restricted else None
-        return cls(RESTRICTED if restricted else PLAIN, detectable, candidates, seed)
-
-    @classmethod
-    def by_lid176(cls, languages: Iterable[str]) -> Self:
-        """Return the variant with fastText's lid.176."""
-        return cls(BY_LID176, lid176().known & {without_region(code) for code in languages})
+    def named(cls, name: str, languages: Iterable[str], *, seed: int) -> Self:
+        """Return the score of a column, of which langdetect may be restricted to the languages."""
+        known = lid176().known if name == BY_LID176.name else detectable_languages()
+        detectable = known & {without_region(code) for code in languages}
+        candidates = detectable if name == RESTRICTED.name else None
+        (column,) = (one for one in (PLAIN, RESTRICTED, BY_LID176) if one.name == name)
+        return cls(column, detectable, candidates, seed)
 
     @property
     def identifier(self) -> str:

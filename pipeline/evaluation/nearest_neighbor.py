@@ -23,6 +23,7 @@ from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
+    aligned_lines,
     directions,
     hypotheses_name,
     iterate_lines,
@@ -31,7 +32,6 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
-from pipeline.errors import ArtifactError
 from pipeline.terminal import track
 
 NEAREST_NEIGHBOR = "nearest neighbor"  # name of the baseline among the systems
@@ -60,20 +60,13 @@ def retrieve(corpus: Artifact, direction: Direction, *, training: Artifact) -> l
     queries = read_lines(corpus, "test", direction.pair, direction.source)
     if direction.pair not in line_counts(training, "train"):
         return queries
-    source_path = training.file(text_name("train", direction.pair, direction.source))
-    neighbors = nearest_lines(source_path, queries)
-    wanted = {int(line) for line in neighbors if line != NO_NEIGHBOR}
-    target_path = training.file(text_name("train", direction.pair, direction.target))
-    found = {line: text for line, text in enumerate(iterate_lines(target_path)) if line in wanted}
-    if missing := wanted - found.keys():
-        raise ArtifactError(
-            f"{target_path} has no line {min(missing) + 1} though {source_path} has. "
-            "Run the stage that made this corpus again."
-        )
-    return [
-        query if line == NO_NEIGHBOR else found[int(line)]
-        for query, line in zip(queries, neighbors, strict=True)
-    ]
+    codes = (direction.source, direction.target)
+    paths = [training.file(text_name("train", direction.pair, code)) for code in codes]
+    neighbors = nearest_lines(paths[0], queries).tolist()
+    wanted = {*neighbors}
+    lines = enumerate(aligned_lines(*paths))
+    found = {line: target for line, (_, target) in lines if line in wanted}
+    return [found.get(line, query) for query, line in zip(queries, neighbors, strict=True)]
 
 
 def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LINES) -> Integers:

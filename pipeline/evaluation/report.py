@@ -269,19 +269,13 @@ def _name(system: SystemScores) -> Cell:
 
 def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
     """Return the averages by type of direction, and of the main scores by resource tier."""
-    by_tier = (
-        Table(
-            f"{column.heading}, {_family_title(evaluation, family)}, by resource tier",
-            (*headings("System"), *(tier.heading for tier in tiers)),
-            tuple(
-                row(_name(system), *(t.cell(system) for t in tiers))
-                for system in evaluation.systems
-            ),
-        )
-        for column in evaluation.main_columns
-        for family in _by_family(evaluation)
-        if len(tiers := _means(evaluation, column, family)) > 1
-    )
+    by_tier = list[Table]()
+    for column in evaluation.main_columns:
+        for family in _by_family(evaluation):
+            tiers = _means(evaluation, column, family)
+            title = f"{column.heading}, {_family_title(evaluation, family)}, by resource tier"
+            rows = (row(_name(one), *(t.cell(one) for t in tiers)) for one in evaluation.systems)
+            by_tier += _table_of_means(title, tiers, rows) if len(tiers) > 1 else ()
     return ReportSection(
         "Average scores",
         "Arithmetic means over directions, with 95 % confidence intervals. The notes define bold.",
@@ -542,11 +536,7 @@ def choose_samples(
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
             title = " → ".join(language(code).name for code in codes)
             rows += [
-                row(
-                    f"{title}, line {line + 1:,}",
-                    name,
-                    _shown(texts[line]),
-                )
+                row(f"{title}, line {line + 1:,}", name, _shown(texts[line]))
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()
             ]

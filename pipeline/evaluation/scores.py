@@ -11,9 +11,8 @@ the corpus with the scored test lines.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
@@ -181,7 +180,7 @@ class TranslatedLines:
     direction: Direction
     hypotheses: Sequence[str]
     references: Sequence[str]
-    read_sources: Callable[[], Sequence[str]]
+    sources: Sequence[str]
     system: str = ""
     invalid: Sequence[int] = ()
     """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
@@ -190,22 +189,17 @@ class TranslatedLines:
 
     @classmethod
     def read(cls, system: str, corpus: Artifact, translations: Artifact, way: Direction) -> Self:
-        """Read the translations of a direction and their references."""
+        """Read the translations of a direction, their references and their sources."""
         hypotheses = read_hypotheses(translations, way)
         return cls(
             way,
             [hypothesis.text for hypothesis in hypotheses],
             read_lines(corpus, "test", way.pair, way.target),
-            partial(read_lines, corpus, "test", way.pair, way.source),
+            read_lines(corpus, "test", way.pair, way.source),
             system=system,
             invalid=[hypothesis.invalid for hypothesis in hypotheses],
             truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
         )
-
-    @cached_property
-    def sources(self) -> Sequence[str]:
-        """Read the sources when a score first asks for them."""
-        return self.read_sources()
 
 
 @dataclass(frozen=True)

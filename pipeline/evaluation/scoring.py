@@ -17,6 +17,7 @@ from pipeline.artifacts.corpus import (
     languages,
     listed_names,
 )
+from pipeline.artifacts.manifest import describe_names
 from pipeline.artifacts.spelling import is_blank
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ArtifactError, ConfigError, without_case
@@ -68,11 +69,7 @@ def score_systems(
 
 
 def baseline_of(names: Sequence[str], baseline: str) -> str:
-    """Return the name of the baseline; the first system if none is named.
-
-    Raises:
-        ConfigError: there is no system of that name.
-    """
+    """Return the baseline, by default the first system; ConfigError if there is no such system."""
     if baseline and baseline not in names:
         raise ConfigError(
             f"evaluation.baseline names {baseline!r}, which is none of the systems "
@@ -183,13 +180,8 @@ class _Scoring:
                     directions=[profile.direction for profile in self.profiles],
                     work_dir=self.work_dir,
                 )
-            case "language" | "language_restricted":
-                restricted = name == "language_restricted"
-                return LanguageAccuracy.among(
-                    self.languages, seed=settings.seed, restricted=restricted
-                )
-            case "language_lid176":
-                return LanguageAccuracy.by_lid176(self.languages)
+            case "language" | "language_restricted" | "language_lid176":
+                return LanguageAccuracy.named(name, self.languages, seed=settings.seed)
             case unknown:
                 raise without_case("_score", unknown)
 
@@ -372,8 +364,6 @@ class _Scoring:
 
 # Refusals
 
-MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
-
 
 def check_inputs(call: StageCall) -> None:
     """Check that settings and inputs of the stage belong together.
@@ -409,15 +399,14 @@ def shared_directions(
 
     Raises:
         ArtifactError: a system did not translate every line, or the corpus has no test lines.
-        ConfigError: there is no system, a name is unusable, or no direction is left.
+        ConfigError: a name cannot be the name of a directory, or no direction is left.
     """
-    if not systems:
-        raise ConfigError("evaluate has no systems. Name at least one, as NAME=DIR.")
+    if problem := describe_names(systems):
+        raise ConfigError(f"Names of systems become directories, and include {problem}. Rename it.")
     if not profiles:
         raise ArtifactError(
             f"{corpus.directory} has no test lines. Evaluate with a corpus that has test sets."
         )
-    _check_names(list(systems))
     unknown: set[str] = set()
     for name, translations in systems.items():
         skipped = listed_names(translations, "skipped_directions")
@@ -450,23 +439,6 @@ def shared_directions(
                     "corpus with it again."
                 )
     return shared
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Check that every name can be a directory, on any file system."""
-    taken: dict[str, str] = {}
-    for name in names:
-        fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
-        if not fits or {"/", "\\"} & {*name} or name in {".", ".."}:
-            raise ConfigError(
-                f"System name {name!r} cannot be the name of a directory. Choose another name."
-            )
-        if name.casefold() in taken:
-            raise ConfigError(
-                f"System names {taken[name.casefold()]!r} and {name!r} differ only in case, which "
-                "some file systems ignore. Choose another name."
-            )
-        taken[name.casefold()] = name
 
 
 # Warnings

@@ -80,8 +80,6 @@ _Keys = Mapping[str, Mapping[str, Sequence[Key]]]  # pair → language → keys 
 
 def find_line_sets(corpus: Artifact, pairs: Sequence[str]) -> list[LineSet]:
     """Return the sets of parallel test sets among some pairs of a corpus."""
-    if len(pairs) < 2:
-        return []
     sides = {
         pair: {c: read_lines(corpus, "test", pair, c) for c in pair.split("-")} for pair in pairs
     }

@@ -211,7 +211,6 @@ _SPECIAL = re.compile(
     """,
     re.VERBOSE,
 )
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
 
 
@@ -260,7 +259,7 @@ def escape_markdown(text: str) -> str:
     line = re.sub(r"[\ud800-\udfff]", "\ufffd", _BLANK.sub(" ", text)).strip()
     escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", line)
     escaped = re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", escaped)
-    return re.sub("[&<>]", lambda found: _ENTITIES[found.group()], escaped)
+    return escape(escaped, quote=False)
 
 
 def _code_span(text: str) -> str:

@@ -52,12 +52,10 @@ CANDIDATES, KEPT_WORDS, PAIRS_TARGET = 32, 0.8, 20.0
 def main() -> None:
     options = parse_options(__doc__ or "")
     texts = read_lines(240 if options.quick else LINES)
-    lines = TranslatedLines(Direction("xx", "en"), texts, texts[::-1], lambda: texts)
+    lines = TranslatedLines(Direction("xx", "en"), texts, texts[::-1], texts)
     known = frozenset((*LANGUAGES, "en"))
-    accuracies = (
-        LanguageAccuracy.among(known, seed=1, restricted=False),
-        LanguageAccuracy.among(known, seed=1, restricted=True),
-    )
+    names = ("language", "language_restricted")
+    accuracies = tuple(LanguageAccuracy.named(name, known, seed=1) for name in names)
     others: tuple[Score, ...] = (Bleu("13a", {"en": "13a"}), Chrf())
     share = max(len(texts) // PEER_LINES, 1)
 

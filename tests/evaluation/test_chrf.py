@@ -24,7 +24,7 @@ def test_any_selection_of_lines_can_be_scored_from_its_statistics(
 ) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(pairs))), min_size=1, max_size=8))
     hypotheses, references = [one for one, _ in pairs], [two for _, two in pairs]
-    lines = TranslatedLines(DIRECTION, hypotheses, references, lambda: [])
+    lines = TranslatedLines(DIRECTION, hypotheses, references, [])
     rows = Chrf().line_statistics(lines).rows[chosen]
     expected = sacrebleu.corpus_chrf(
         [hypotheses[line] for line in chosen], [[references[line] for line in chosen]], word_order=2
@@ -43,7 +43,7 @@ def test_line_statistics_and_signature_are_sacrebleus_in_24_languages() -> None:
     """Each line is scored against the next one of its language, which shares words with it."""
     for code, texts in bible_lines(60).items():
         references = texts[1:] + texts[:1]
-        lines = TranslatedLines(DIRECTION, texts, references, lambda: [])
+        lines = TranslatedLines(DIRECTION, texts, references, [])
         found = Chrf().line_statistics(lines)
         assert found.rows.tolist() == peers_statistics(texts, references), code
     peer = CHRF(word_order=2)
@@ -64,7 +64,7 @@ def test_line_statistics_are_sacrebleus_whatever_the_characters(
     pairs: list[tuple[str, str]],
 ) -> None:
     hypotheses, references = [one for one, _ in pairs], [two for _, two in pairs]
-    lines = TranslatedLines(DIRECTION, hypotheses, references, lambda: [])
+    lines = TranslatedLines(DIRECTION, hypotheses, references, [])
     rows = Chrf().line_statistics(lines).rows
     assert rows.tolist() == peers_statistics(hypotheses, references)
 

@@ -141,7 +141,7 @@ class OddScore(Score):
     ],
 )
 def test_a_score_without_statistics_of_every_line_is_named(statistics: object) -> None:
-    lines = TranslatedLines(Direction("de", "en"), ["a", "b"], ["a", "b"], list)
+    lines = TranslatedLines(Direction("de", "en"), ["a", "b"], ["a", "b"], [])
     with pytest.raises(ConfigError, match=r"OddScore returned no LineStatistics .* of 2 rows"):
         OddScore(statistics).checked_statistics(lines)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.extensions.tasks.named_entities import (
     Sentence,
     entities,
@@ -78,7 +78,7 @@ def test_files_that_hold_no_text_are_refused(tmp_path: Path) -> None:
         read_entities(bad, "en")
     half = tmp_path / "train.gz"
     half.write_bytes(gzip.compress(b"Anna\tO\n" * 100)[:-12])
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(DataError, match="is not a complete gzip file"):
         read_entities(half, "en")
 
 

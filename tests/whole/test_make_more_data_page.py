@@ -161,6 +161,6 @@ def test_ctranslate2_translates_by_the_student_and_is_scored(runs: Path) -> None
     sources, references = (read_lines(given, "test", "de-en", code) for code in ("en", "de"))
     texts = (runs / "ct2-distilled.de.txt").read_text(encoding="utf-8").split("\n")[:-1]
     assert len(texts) == len(references)
-    lines = TranslatedLines(Direction("en", "de"), texts, references, lambda: sources)
+    lines = TranslatedLines(Direction("en", "de"), texts, references, sources)
     chrf = Chrf()
     assert f"{chrf.of_corpus(chrf.line_statistics(lines).rows):.1f}" == printed[1]

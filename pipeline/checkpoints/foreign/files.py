@@ -175,10 +175,7 @@ def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> Non
         )
 
 
-_SAVE_ANEW = (
-    "If you trust it, read it with the software that wrote it and save only its settings and "
-    "weights: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
-)
+FAIRSEQ_FORM = "{'args': argparse.Namespace(...), 'model': model.state_dict()}"
 _ARCHIVE = b"PK\x03\x04"
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number at the beginning of files of PyTorch before 1.6."""
@@ -203,12 +200,14 @@ _UNNEEDED = (
 """Classes in the training state: meters of fairseq before 0.9, and numbers of numpy."""
 
 
-def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[str, Any]:
+def read_torch_file(
+    path: Path, *, keep: Sequence[str] | None = None, form: str = FAIRSEQ_FORM
+) -> dict[str, Any]:
     """Return the dictionary in a file, or only its entries ``keep``; the others are freed.
 
     Raises:
         CheckpointError: It is no file of torch.save, holds no dictionary, is damaged, or asks for
-            more than data.
+            more than data; ``form`` says what to save instead.
     """
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [Namespace]
     allowed += [(_Unneeded, name) for name in _UNNEEDED]
@@ -221,7 +220,8 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
         if forbidden is not None:
             raise CheckpointError(
                 f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code. "
-                f"{_SAVE_ANEW}."
+                "If you trust it, read it with the software that wrote it and save only its "
+                f"settings and weights: torch.save({form}, FILE)."
             ) from error
         # torch's own message may advise to load the file without its protection.
         problem = "" if isinstance(error, pickle.UnpicklingError) else f" ({one_line(error)})"

@@ -54,11 +54,7 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 def run(call: StageCall) -> None:
-    """Run test lines of all directions that the model knows; write the analysis.
-
-    Raises:
-        ArtifactError: there is nothing to compare.
-    """
+    """Run test lines of all directions; ArtifactError if there is nothing to compare."""
     installed_tsne()  # refuses its absence before anything is computed
     corpus, checkpoint = call.artifacts["corpus"], call.artifacts["checkpoint"]
     profiles = describe_directions(
@@ -127,9 +123,7 @@ class States:
 
 
 def batch_of(
-    model: Transformer,
-    sources: Sequence[Source],
-    targets: Sequence[Sequence[int]] | None = None,
+    model: Transformer, sources: Sequence[Source], targets: Sequence[Sequence[int]] | None = None
 ) -> Batch:
     """Return sources, and the tokens of their targets if given, as a batch without labels."""
     behind = targets if targets is not None else [()] * len(sources)

@@ -41,10 +41,6 @@ class ScaleCounter:
 
     def __init__(self, config: AdaMshaConfig) -> None:
         self._config = config
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the counts."""
         # How often each scale was among the top-k, and the sum of its weights there.
         self.chosen_S, self.weight_S = np.zeros((2, self._config.max_scale + 1))
 
@@ -105,31 +101,22 @@ def count_scales(
     Returns:
         Direction → number of its lines, of their tokens (tags and end-of-sentence included), and
         the shares of scales over queries, keys, values and heads.
-
-    Raises:
-        ConfigError: the model has no scales.
     """
     model = translator.model.eval()
     front = scale_chooser(model)
-    counter = ScaleCounter(front.config)
-    hook = front.router.register_forward_hook(counter)
     scales = {}
-    try:
-        for direction in track(directions, label="scales"):
-            texts = read_lines(corpus, "test", direction.pair, direction.source)
-            lines = [line for line, text in enumerate(texts) if not is_blank(text)]
-            jobs = [Job(direction, line, texts[line]) for line in lines]
-            tokens = 0
+    for direction in track(directions, label="scales"):
+        texts = read_lines(corpus, "test", direction.pair, direction.source)
+        jobs = [Job(direction, line, text) for line, text in enumerate(texts) if not is_blank(text)]
+        counter, tokens = ScaleCounter(front.config), 0
+        with front.router.register_forward_hook(counter):
             for batch in translator.cut(jobs):
                 sources = translator.sources(batch)
                 tokens += sum(len(source.tokens) for source in sources)
                 encode(model, batch_of(model, sources))
-            if tokens:
-                counts = {"lines": len(jobs), "tokens": tokens}
-                scales[str(direction)] = {**counts, **counter.shares()}
-            counter.reset()
-    finally:
-        hook.remove()
+        if tokens:
+            counts = {"lines": len(jobs), "tokens": tokens}
+            scales[str(direction)] = {**counts, **counter.shares()}
     return scales
 
 

@@ -125,7 +125,7 @@ def score_vectors(
         translator.show_router(None)
 
     def scored(texts: list[str]) -> dict[str, float]:
-        lines = TranslatedLines(direction, texts, references, lambda: sources)
+        lines = TranslatedLines(direction, texts, references, sources)
         return {
             "bleu": bleu.of_corpus(bleu.line_statistics(lines).rows),
             "chrf": Chrf().of_corpus(Chrf().line_statistics(lines).rows),

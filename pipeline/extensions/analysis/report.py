@@ -55,11 +55,7 @@ def write_analysis(writer: ArtifactWriter, document: JsonObject) -> None:
 
 
 def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
-    """Return one section per analysis, titled by its name.
-
-    Raises:
-        ArtifactError: a file does not have the format of its stage.
-    """
+    """Return one section per analysis; ArtifactError if a file is not as its stage wrote it."""
     return [_section(name, artifact) for name, artifact in analyses.items()]
 
 

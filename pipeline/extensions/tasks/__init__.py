@@ -14,11 +14,7 @@ from pipeline.config.settings import InstalledExtension, Settings, whole
 class TasksConfig(Settings):
     """Tasks on an XLM-R by the stage finetune_task."""
 
-    removed: ClassVar = {
-        "max_answer_tokens": (30,),
-        "max_question_tokens": (64,),
-        "stride": (128,),
-    }
+    removed: ClassVar = {"max_answer_tokens": (30,), "max_question_tokens": (64,), "stride": (128,)}
     languages: tuple[str, ...] = ()
     """Languages of the training text; empty: all that have any."""
     max_tokens: Annotated[int, whole(16, 2**20)] = 384

@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import stdev
 
 from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
-from pipeline.evaluation.averages import RUN_MARK
+from pipeline.evaluation.averages import RUN_MARK, mean_scores
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.token_classifier import Scores, TaskKind, TaskModel, TaskSpec
@@ -69,13 +69,7 @@ def system_on_route(name: str, route: Route) -> str:
 
 
 def shared_kind(specs: Mapping[str, TaskSpec]) -> TaskKind:
-    """Return the task of all systems.
-
-    Raises:
-        ConfigError: there is no system, or two have different tasks.
-    """
-    if not specs:
-        raise ConfigError("evaluate_task has no systems. Name at least one, as NAME=DIR.")
+    """Return the task of all systems; ConfigError if two have different tasks."""
     first, *others = specs
     for name in others:
         if specs[name].head != specs[first].head:
@@ -142,15 +136,11 @@ def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemR
     reports = []
     for system, runs in grouped.items():
         first, *others = runs.values()
-        means = [_mean(list(by_language.values())) for by_language in runs.values()]
+        means = [mean_scores(list(by_language.values())) for by_language in runs.values()]
         spread = {name: stdev(mean[name] for mean in means) for name in means[0] if others}
-        languages = {code: _mean([one[code] for one in runs.values()]) for code in first}
-        reports.append(SystemReport(system, runs, languages, _mean(means), spread))
+        languages = {code: mean_scores([one[code] for one in runs.values()]) for code in first}
+        reports.append(SystemReport(system, runs, languages, mean_scores(means), spread))
     return reports
-
-
-def _mean(scores: Sequence[Scores]) -> Scores:
-    return {name: fmean(one[name] for one in scores) for name in scores[0]}
 
 
 def markdown(

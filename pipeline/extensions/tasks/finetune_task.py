@@ -26,11 +26,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.shards import Mixture
-from pipeline.batching.batch import (
-    SOURCE_EXTRA,
-    Labelled,
-    LabelledBatch,
-)
+from pipeline.batching.batch import SOURCE_EXTRA, Labelled, LabelledBatch
 from pipeline.batching.feed import Update, read_updates
 from pipeline.batching.global_step import (
     GlobalStep,
@@ -101,8 +97,7 @@ def run(call: StageCall) -> None:
         )
         data = LabelledData(training_split, validation_split, recipe)
         model = spec.build(
-            regularization=Regularization.of(recipe.training),
-            device=local_device(world.local_rank),
+            regularization=Regularization.of(recipe.training), device=local_device(world.local_rank)
         )
         pretrained.fill(model, encoder, seed=recipe.training.seed)
         train_task(call, model, Labelling(data, spec, pretrained.pieces, kind), world=world)

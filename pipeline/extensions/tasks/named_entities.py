@@ -44,11 +44,7 @@ class Sentence(NamedTuple):
 
 
 def read_entities(path: Path, language: str) -> list[Sentence]:
-    """Read all sentences of a file.
-
-    Raises:
-        ArtifactError: the file has no sentence, or a line that does not have the format.
-    """
+    """Read all sentences of a file; ArtifactError without any, or if a line is malformed."""
     sentences = list(_sentences(read_text(path), path))
     if not sentences:
         raise ArtifactError(f"{path} has no sentence. Name a file of named entities.")
@@ -66,11 +62,7 @@ def training_tags(
     train: Mapping[str, Sequence[Sentence]],
     valid: Mapping[str, Sequence[Sentence]],
 ) -> tuple[str, ...]:
-    """Return all tags of training sentences, ``O`` first.
-
-    Raises:
-        ArtifactError: a dev file has a tag that no training file has.
-    """
+    """Return all tags of training sentences, ``O`` first; ArtifactError if a dev file has more."""
     tags = _tags_of(train.values())
     for code, sentences in valid.items():
         if unknown := _tags_of([sentences]) - tags:
@@ -122,71 +114,54 @@ def tag_sentences(
 ) -> list[tuple[str, ...]]:
     """Predict a tag for every token of every sentence."""
     spec = model.spec
-    parts, sentence_of_part = [], []
-    for number, sentence in enumerate(sentences):
-        cut = label(sentence, spec.tags, model.pieces, max_tokens=spec.tasks.max_tokens)
-        parts += cut
-        sentence_of_part += [number] * len(cut)
+    limit = spec.tasks.max_tokens
+    cut = [
+        (number, part)
+        for number, sentence in enumerate(sentences)
+        for part in label(sentence, spec.tags, model.pieces, max_tokens=limit)
+    ]
+    parts = [part for _, part in cut]
     tags_of_part: dict[int, list[int]] = {}
     for lines, logits in model.logits(parts, language=language, route=route):
         numbers = iter(logits.argmax(-1).tolist())
         for line in lines:
             tags_of_part[line] = [next(numbers) for _ in parts[line].rows]
     tags: list[tuple[str, ...]] = [()] * len(sentences)
-    for part, number in enumerate(sentence_of_part):
+    for part, (number, _) in enumerate(cut):
         tags[number] += tuple(spec.tags[index] for index in tags_of_part[part])
     return tags
 
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield the entities of a sentence's tags from left to right, as (kind, start, stop)."""
-    number, previous = 0, OUTSIDE
-    numbered: list[tuple[int, str]] = []
-    for tag in tags:
-        begins = tag.startswith("B-") or tag[2:] != previous[2:]
-        number += begins
-        numbered.append((number, tag[2:]))
-        previous = tag
-    start = 0
-    for (_, kind), group in groupby(numbered):
-        stop = start + len(list(group))
-        if kind:
-            yield kind, start, stop
-        start = stop
+    start, kind = 0, ""
+    for place, tag in enumerate((*tags, OUTSIDE)):
+        if tag.startswith("B-") or tag[2:] != kind:
+            if kind:
+                yield kind, start, place
+            start, kind = place, tag[2:]
 
 
 def entity_scores(
     references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
 ) -> dict[str, float]:
     """Return ``f1``, ``precision`` and ``recall`` of predicted tags, in percent."""
-    correct = predicted = expected = 0
-    for reference, prediction in zip(references, predictions, strict=True):
-        assert len(reference) == len(prediction)
-        wanted, given = set(entities(reference)), set(entities(prediction))
-        correct += len(wanted & given)
-        predicted += len(given)
-        expected += len(wanted)
-    precision = correct / predicted if predicted else 0.0
-    recall = correct / expected if expected else 0.0
+    wanted, given = (
+        {(line, *entity) for line, tags in enumerate(side) for entity in entities(tags)}
+        for side in (references, predictions)
+    )
+    correct = len(wanted & given)
+    precision, recall = (correct / max(len(found), 1) for found in (given, wanted))
     f1 = 2 * precision * recall / (precision + recall) if correct else 0.0
     return {"f1": 100 * f1, "precision": 100 * precision, "recall": 100 * recall}
 
 
 def _sentences(text: str, path: Path) -> Iterator[Sentence]:
-    tokens: list[str] = []
-    tags: list[str] = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if not line.strip():
-            if tokens:
-                yield Sentence(tuple(tokens), tuple(tags))
-            tokens, tags = [], []
-        else:
-            token, tag = _token(line, f"Line {number} of {path}")
-            tokens.append(token)
-            tags.append(tag)
-    if tokens:
-        yield Sentence(tuple(tokens), tuple(tags))
+    lines = enumerate((line.removesuffix("\r") for line in text.split("\n")), start=1)
+    for has_text, group in groupby(lines, key=lambda numbered: bool(numbered[1].strip())):
+        if has_text:
+            pairs = (_token(line, f"Line {number} of {path}") for number, line in group)
+            yield Sentence(*zip(*pairs, strict=True))
 
 
 def _token(line: str, where: str) -> tuple[str, str]:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from pipeline.batching.batch import Integers, Labelled, collate_spans
 from pipeline.checkpoints.foreign.files import Described
-from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks import TasksConfig
@@ -48,7 +47,6 @@ LONGEST_ANSWER = 30
 """Most tokens of a predicted answer."""
 NO_ANSWER = 0
 """Position of ``<s>``, the label of a window without the answer."""
-_FIX = "restore the file from where it was published"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -101,21 +99,15 @@ class Question:
 
 
 def read_questions(path: Path, language: str = "") -> list[Question]:  # noqa: ARG001
-    """Read all questions of a file.
-
-    Raises:
-        ArtifactError: the file does not have the format, or an answer is not in its context.
-    """
-    content = read_text(path).encode()
-    values = parse_json(content, what=str(path), error=ArtifactError, fix=_FIX)
+    """Read all questions of a file; ArtifactError if it is malformed or an answer misplaced."""
     try:
-        document = _Document.model_validate(values, strict=False)
+        document = _Document.model_validate_json(read_text(path), strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(
             f"{path} is not a file of questions in SQuAD's format ({where}: {first['msg']}). "
-            f"{_FIX.capitalize()}."
+            "Restore the file from where it was published."
         ) from error
     questions: dict[str, Question] = {}
     for paragraph in (paragraph for article in document.data for paragraph in article.paragraphs):
@@ -169,11 +161,7 @@ class Window:
 
 
 def windows_of(
-    questions: Sequence[Question],
-    pieces: Pieces,
-    config: TasksConfig,
-    *,
-    with_answers: bool = True,
+    questions: Sequence[Question], pieces: Pieces, config: TasksConfig, *, with_answers: bool = True
 ) -> list[tuple[int, Window]]:
     """Cut all questions into windows; the first of several right answers becomes the label.
 
@@ -261,7 +249,7 @@ def best_span(
     has_text = torch.from_numpy(window.begin < window.end)
     start_C = start_T[place].masked_fill(~has_text, -torch.inf)
     end_C = end_T[place].masked_fill(~has_text, -torch.inf)
-    score_CC = (start_C[:, None] + end_C[None, :]).triu()
+    score_CC = start_C[:, None] + end_C[None, :]
     is_span = torch.ones_like(score_CC, dtype=torch.bool).triu().tril(longest - 1)
     score_CC = score_CC.masked_fill(~is_span, -torch.inf)
     if not score_CC.numel() or not (score_CC > -torch.inf).any():

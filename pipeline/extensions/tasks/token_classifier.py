@@ -11,9 +11,7 @@ The artifact has ``task.json`` (shape and settings), ``sentencepiece.bpe.model``
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
 
-import gzip
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +24,12 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import entries_below
-from pipeline.artifacts.raw_input import refuse_broken_link
+from pipeline.artifacts.raw_input import iterate_blocks, refuse_broken_link
 from pipeline.batching.batch import Labelled, LabelledBatch, Packing, collate_spans, collate_tags
 from pipeline.batching.global_step import evaluation_batches
 from pipeline.checkpoints.checkpoint import load_weights
 from pipeline.config.settings import Route, Settings, describe_validation
-from pipeline.errors import ArtifactError, CheckpointError, ConfigError, unreadable
+from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.kernels.noise import dropout_in, number_sites
@@ -175,10 +173,7 @@ class TaskSpec(Settings):
         """Build a model; its parameters are allocated but not set."""
         with torch.device("meta"):
             model = TokenClassifier(
-                self.encoder,
-                head=self.head,
-                num_tags=len(self.tags),
-                regularization=regularization,
+                self.encoder, head=self.head, num_tags=len(self.tags), regularization=regularization
             )
         allocate(model, device or torch.device("cpu"))
         return model
@@ -235,9 +230,6 @@ class TaskModel:
 
 Split = Literal["train", "dev", "test"]
 Example = TypeVar("Example")
-MAX_BYTES = 2**28
-"""Largest text of a file; the largest of TyDiQA-GoldP has 60 MB."""
-
 _LANGUAGE = r"[a-z]{2,3}(?:_[A-Za-z]{2,8})?"
 _ENTITIES = re.compile(
     rf"(?P<language>{_LANGUAGE})/(?:[^/]*[-_.])?(?P<split>train|dev|test)(?:\.[A-Za-z0-9]+)?(?:\.gz)?"
@@ -251,11 +243,7 @@ class TaskFiles:
     """Files by language and split."""
 
     def __init__(self, folder: Path, pattern: re.Pattern[str], names: str) -> None:
-        """Find the files that match a pattern.
-
-        Raises:
-            ConfigError: there is no file, or two files are the same split.
-        """
+        """Find the files that match a pattern; ConfigError without any, or with a split twice."""
         self._paths: dict[tuple[str, Split], Path] = {}
         self._folder = folder
         for path in sorted(entries_below(folder)):
@@ -321,18 +309,8 @@ class TaskFiles:
 
 
 def read_text(path: Path) -> str:
-    """Read a whole file as UTF-8.
-
-    Raises:
-        ArtifactError: the file cannot be read, exceeds ``MAX_BYTES``, or is not UTF-8.
-    """
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ArtifactError(unreadable(path, error, "Name a complete file.")) from error
-    if len(content) > MAX_BYTES:
-        raise ArtifactError(f"{path} holds more than {MAX_BYTES:,} bytes. Name a smaller file.")
+    """Read a whole file, plain or packed, as UTF-8; UserError if that is not possible."""
+    content = b"".join(iterate_blocks(path))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -340,37 +318,26 @@ def read_text(path: Path) -> str:
         raise ArtifactError(f"Line {line} of {path} is not UTF-8. Convert the file.") from error
 
 
-Scores: TypeAlias = dict[str, float]
+Scores: TypeAlias = Mapping[str, float]
 """Name of a score → percent."""
 Predictions: TypeAlias = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of task; its examples are sentences with entities, or questions.
-
-    Attributes:
-        head: the head that the model has.
-        title: the title of reports.
-        unit: the examples, in words.
-        training_unit: the inputs that the examples are cut into, in words.
-        titles: score that reports show → its title.
-        find: finds the files of a folder.
-        read: returns the examples of a file in a language.
-        inputs: returns the inputs of examples, with labels.
-        collate: joins inputs to a batch.
-        predict: returns scores and predictions of a model for examples of a language by a route.
-    """
+    """A kind of task; its examples are sentences with entities, or questions."""
 
     head: HeadKind
-    title: str
-    unit: str
-    training_unit: str
-    titles: dict[str, str]
+    title: str  # of reports
+    unit: str  # of examples, in words
+    training_unit: str  # of inputs that the examples are cut into, in words
+    titles: dict[str, str]  # score that reports show → its title
     find: Callable[[Path], TaskFiles]
     read: Callable[[Path, str], list[Any]]
+    """Returns the examples of a file in a language."""
     inputs: Callable[[Sequence[Any], TaskSpec, Pieces], list[Labelled]]
     collate: Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
     predict: Callable[
         [TaskModel, Sequence[Any], str, Route], tuple[Scores, list[dict[str, object]]]
     ]
+    """Returns scores and predictions of a model for examples of a language by a route."""

@@ -83,9 +83,9 @@ class Pieces:
     def locate(self, text: str) -> Located:
         """Return the ids of a text, without specials, and their places in it."""
         found = self._processor.encode(text, out_type="offset_mapping")
-        range_N2 = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
-        begin, end = _trimmed(text, range_N2[:, 0], range_N2[:, 1])
-        return Located(_moved(found["ids"]), begin, end)
+        ranges = [_trimmed(text, *one) for one in found["offsets"]]
+        range_N2 = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        return Located(_moved(found["ids"]), *range_N2.T)
 
 
 def _moved(ids: object) -> Integers:
@@ -93,16 +93,13 @@ def _moved(ids: object) -> Integers:
     return np.where(found == 0, UNKNOWN, found + OFFSET)
 
 
-def _trimmed(text: str, begin: Integers, end: Integers) -> tuple[Integers, Integers]:
-    """Shrink ranges of characters by the space at their beginnings and ends."""
-    size = len(text)
-    is_word = np.fromiter((not letter.isspace() for letter in text), dtype=bool, count=size)
-    places = np.arange(size)
-    # the first letter from a place on, and the place behind the last letter before it
-    following = np.minimum.accumulate(np.append(np.where(is_word, places, size), size)[::-1])[::-1]
-    preceding = np.maximum.accumulate(np.append(0, np.where(is_word, places + 1, 0)))
-    begin = np.minimum(following[begin], end)
-    return begin, np.maximum(preceding[end], begin)
+def _trimmed(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Shrink a range of characters by the space at its beginning and end."""
+    while begin < end and text[begin].isspace():
+        begin += 1
+    while begin < end and text[end - 1].isspace():
+        end -= 1
+    return begin, end
 
 
 TABLE = NameTable.parse("""
@@ -210,33 +207,24 @@ class Pretrained:
         )
 
     def fill(self, model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
-        """Set the parameters of the encoder as stored, and all others to their initial values.
-
-        Raises:
-            CheckpointError: a tensor of the encoder is missing or has another shape.
-        """
+        """Set the encoder as stored, the rest as initialized; CheckpointError if a tensor lacks."""
         for entry in named_slices(model):
             theirs = TABLE.to_theirs(entry.name)
             if theirs is None:
                 entry.value.copy_(initial_value(entry, spec, seed=seed))
                 continue
-            value = self._read(theirs)
+            shape = tuple(entry.value.shape)
+            value = self._read(theirs, shape)
             if entry.name == "encoder.positions.weight":
-                value = value + self._read(TOKEN_TYPES)[0]
-            if value.shape != entry.value.shape:
-                raise CheckpointError(
-                    f"{self.origin}: tensor {self._prefix}{theirs} has shape {tuple(value.shape)}, "
-                    f"and config.json describes {tuple(entry.value.shape)}. Name a folder whose "
-                    "files belong together."
-                )
+                value = value + self._read(TOKEN_TYPES, (1, shape[1]))
             entry.value.copy_(value)
 
-    def _read(self, theirs: str) -> Tensor:
+    def _read(self, theirs: str, shape: tuple[int, ...]) -> Tensor:
         name = self._prefix + theirs
-        if name not in self._names:
+        if name not in self._names or self._stored.shape(name) != shape:
             raise CheckpointError(
-                f"{self.origin} has no tensor {name}, which an XLM-R has. Restore the folder from "
-                "where it was published."
+                f"{self.origin} has no tensor {name} of the shape {shape} that its config.json "
+                "describes. Restore the folder from where it was published."
             )
         value = self._stored.read(name)
         return refuse_not_finite(value, name, self.origin, fix="fetch this one again").float()
