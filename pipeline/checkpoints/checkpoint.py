@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, new_artifact, open_artifact
 from pipeline.artifacts.manifest import InputRecord
@@ -31,10 +31,10 @@ from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.parameters import named_slices, num_parameters, tensor_shapes
+from pipeline.model.parameters import named_slices, sizes_of_all, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Trained, Transformer
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2
@@ -72,21 +72,36 @@ def stated_spec(checkpoint: Artifact) -> ModelSpec:
 def read_spec(checkpoint: Artifact) -> ModelSpec:
     """Return the shape of a model that is about to be built.
 
-    The number of parameters is compared with the weights before anything of that size is allocated.
-    A single missing tensor is reported when it is read.
+    The number of parameters is compared with the weights before anything of that size is allocated,
+    and the names of the tensors with the model's. A missing tensor is reported when it is read.
 
     Raises:
-        CheckpointError: ``model.json`` describes no model, or a far larger one than the weights.
+        CheckpointError: ``model.json`` describes no model, one that lacks a tensor of the weights,
+            or a far larger one than the weights.
     """
     spec = stated_spec(checkpoint)
-    wanted = num_parameters(spec)
-    held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
+    shapes = tensor_shapes(spec)
+    wanted = sum(shape.numel() for shape in shapes.values())
+    headers = [*tensor_headers(checkpoint, "weights/")]
+    held = sum(math.prod(header.shape) for header in headers)
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
             f"under weights hold {held:,} values. Restore it, or run its stage again."
         )
+    _refuse_beyond(checkpoint, (header.name for header in headers), shapes)
     return spec
+
+
+def _refuse_beyond(
+    checkpoint: Artifact, names: Iterable[str], wanted: Mapping[str, object]
+) -> None:
+    """Raise CheckpointError if weights have names that are not among those of the model."""
+    if beyond := sorted(set(names) - wanted.keys()):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds tensors {_listing('beyond the model', beyond)}. Name a "
+            "checkpoint of this model, or change back its code."
+        )
 
 
 def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
@@ -135,13 +150,14 @@ def load_model(
     return model
 
 
-def load_weights(model: nn.Module, checkpoint: Artifact) -> None:
+def load_weights(model: Trained, checkpoint: Artifact) -> None:
     """Copy a checkpoint's weights into a model of the same shape.
 
     Raises:
-        CheckpointError: A tensor is missing or has another shape.
+        CheckpointError: A tensor is missing, beyond the model, or has another shape.
     """
     files = TensorFiles(checkpoint, "weights/")
+    _refuse_beyond(checkpoint, files.names(), sizes_of_all(model))
     for entry in named_slices(model):
         value = files.read(entry.name)
         if value.shape != entry.value.shape:

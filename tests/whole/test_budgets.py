@@ -197,6 +197,10 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
+    ("pipeline/training", 2, "someone whose checkpoint holds what no model has"),
+    ("pipeline/model", 7, "someone whose checkpoint holds what no model has"),
+    ("pipeline/checkpoints", 31, "someone whose checkpoint holds what no model has"),
+    ("error messages", 2, "someone whose checkpoint holds what no model has"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
