@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ class NotedState:
 
     def __init__(self) -> None:
         self.loaded: list[object] = []
-        self.model: Any = nn.Linear(3, 1, bias=False)
-        self.model.expert_parallel_size = 1
+        self.model = nn.Linear(3, 1, bias=False)
+        self.model.expert_parallel_size = 1  # type: ignore[assignment]
 
     def load_optimizer_pieces(self, state: Fills, *, update: int) -> None:
         """Note the update and the values of the one tensor."""

@@ -201,6 +201,8 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/model", 7, "someone whose checkpoint holds what no model has"),
     ("pipeline/checkpoints", 31, "someone whose checkpoint holds what no model has"),
     ("error messages", 2, "someone whose checkpoint holds what no model has"),
+    ("data_prep", 62, "someone whose own reader returns something else"),
+    ("error messages", 1, "someone whose own reader returns something else"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
