@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, new_artifact, open_artifact
 from pipeline.artifacts.manifest import InputRecord
@@ -31,10 +31,10 @@ from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.parameters import named_slices, sizes_of_all, tensor_shapes
+from pipeline.model.parameters import named_slices, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization
-from pipeline.model.transformer import Trained, Transformer
+from pipeline.model.transformer import Transformer
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2
@@ -69,15 +69,16 @@ def stated_spec(checkpoint: Artifact) -> ModelSpec:
         ) from error
 
 
-def read_spec(checkpoint: Artifact) -> ModelSpec:
+def read_spec(checkpoint: Artifact, *, may_hold_more: bool = False) -> ModelSpec:
     """Return the shape of a model that is about to be built.
 
-    The number of parameters is compared with the weights before anything of that size is allocated,
-    and the names of the tensors with the model's. A missing tensor is reported when it is read.
+    The number of parameters is compared with the weights before anything of that size is allocated.
+    A single missing tensor is reported when it is read; tensors beyond the model are refused here,
+    unless the weights ``may_hold_more``.
 
     Raises:
-        CheckpointError: ``model.json`` describes no model, one that lacks a tensor of the weights,
-            or a far larger one than the weights.
+        CheckpointError: ``model.json`` describes no model, one without some of the tensors, or a
+            far larger one than the weights.
     """
     spec = stated_spec(checkpoint)
     shapes = tensor_shapes(spec)
@@ -89,15 +90,14 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
             f"under weights hold {held:,} values. Restore it, or run its stage again."
         )
-    _refuse_beyond(checkpoint, (header.name for header in headers), shapes)
+    if not may_hold_more:
+        refuse_beyond(checkpoint, (header.name for header in headers), shapes)
     return spec
 
 
-def _refuse_beyond(
-    checkpoint: Artifact, names: Iterable[str], wanted: Mapping[str, object]
-) -> None:
-    """Raise CheckpointError if weights have names that are not among those of the model."""
-    if beyond := sorted(set(names) - wanted.keys()):
+def refuse_beyond(checkpoint: Artifact, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise CheckpointError if a checkpoint has tensors that its model does not want."""
+    if beyond := sorted(set(found).difference(wanted)):
         raise CheckpointError(
             f"{checkpoint.directory} holds tensors {_listing('beyond the model', beyond)}. Name a "
             "checkpoint of this model, or change back its code."
@@ -150,14 +150,13 @@ def load_model(
     return model
 
 
-def load_weights(model: Trained, checkpoint: Artifact) -> None:
+def load_weights(model: nn.Module, checkpoint: Artifact) -> None:
     """Copy a checkpoint's weights into a model of the same shape.
 
     Raises:
-        CheckpointError: A tensor is missing, beyond the model, or has another shape.
+        CheckpointError: A tensor is missing or has another shape.
     """
     files = TensorFiles(checkpoint, "weights/")
-    _refuse_beyond(checkpoint, files.names(), sizes_of_all(model))
     for entry in named_slices(model):
         value = files.read(entry.name)
         if value.shape != entry.value.shape:

@@ -197,12 +197,18 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
-    ("pipeline/training", 2, "someone whose checkpoint holds what no model has"),
-    ("pipeline/model", 7, "someone whose checkpoint holds what no model has"),
-    ("pipeline/checkpoints", 31, "someone whose checkpoint holds what no model has"),
-    ("error messages", 2, "someone whose checkpoint holds what no model has"),
-    ("data_prep", 62, "someone whose own reader returns something else"),
-    ("error messages", 1, "someone whose own reader returns something else"),
+    (
+        "pipeline/evaluation",
+        11,
+    ),
+    (
+        "pipeline/checkpoints",
+        47,
+    ),
+    (
+        "pipeline/checkpoints/assembly",
+        25,
+    ),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
