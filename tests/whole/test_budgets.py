@@ -197,18 +197,18 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
-    (
-        "pipeline/evaluation",
-        11,
-    ),
-    (
-        "pipeline/checkpoints",
-        47,
-    ),
+    ("pipeline/evaluation", 11, "someone whose own code or settings were read in silence"),
+    ("data_prep", 62, "someone whose own code or settings were read in silence"),
+    ("pipeline/training", 10, "someone whose own code or settings were read in silence"),
+    ("pipeline/model", 25, "someone whose own code or settings were read in silence"),
+    ("pipeline/checkpoints", 46, "someone whose own code or settings were read in silence"),
     (
         "pipeline/checkpoints/assembly",
         25,
+        "someone whose own code or settings were read in silence",
     ),
+    ("pipeline/extensions/tasks", 4, "someone whose own code or settings were read in silence"),
+    ("error messages", 8, "someone whose own code or settings were read in silence"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
