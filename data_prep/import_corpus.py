@@ -55,6 +55,8 @@ from data_prep.readers.raw_text import (
     RecordFile,
     Section,
     SkippedText,
+    checked_text,
+    misread,
     unfit_source,
 )
 from data_prep.readers.tables import read_tables
@@ -82,7 +84,7 @@ Spellings = tuple[str, ...]
 def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
     with call.new_artifact() as writer:
-        raw = read_raw(call)
+        raw = checked_text(read_raw(call), call.recipe.corpus.source)
         importing = Importing(writer, call.recipe.corpus, raw, untested=untested_of(call, raw))
         found = import_all(importing, processes=call.processes, mpi=call.mpi)
         if raw.is_found:
@@ -320,7 +322,7 @@ def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, Impo
             return import_records(importing, lines.file, numbers)
         with SectionImport(importing, number) as importer:
             raw = iter(lines)
-            importer.add(checked_lines(raw), rest=raw)
+            importer.add(checked_lines(raw, reader=importing.config.source), rest=raw)
         found[number] = importer.end()
     return found
 
@@ -337,7 +339,7 @@ def import_records(
             sides[importer] = lines.spellings
     languages = {spellings for both in sides.values() for spellings in both}
     records = track(file.records(), label="import records")
-    for block in blocks_of(records, languages):
+    for block in blocks_of(records, languages, reader=importing.config.source):
         for importer, (first, second) in sides.items():
             block.give(importer, first, second)
         if not file.is_surveyed:
@@ -375,21 +377,30 @@ class Block:
         return {name: {*map(type, texts)} == {str} for name, texts in self.texts.items()}
 
 
-def blocks_of(records: Iterable[Record], languages: Collection[Spellings]) -> Iterator[Block]:
-    """Yield the records of a file in blocks, with the texts in these languages."""
+def blocks_of(
+    records: Iterable[Record], languages: Collection[Spellings], *, reader: str
+) -> Iterator[Block]:
+    """Yield the records of a file in blocks, with the texts in these languages.
+
+    Raises:
+        ConfigError: The reader returned something else than records of bytes.
+    """
     block, num_bytes = Block({spellings: [] for spellings in languages}), 0
     for record in records:
-        block.numbers.append(record.line)
-        is_first = record.line == 1
-        for spellings, texts in block.texts.items():
-            raw = next((record.texts[name] for name in spellings if name in record.texts), None)
-            if record.is_malformed:
-                texts.append(MALFORMED)
-            elif raw is None:
-                texts.append(None)
-            else:
-                texts.append(checked(raw, is_first=is_first))
-                num_bytes += len(raw)
+        try:
+            block.numbers.append(record.line)
+            is_first = record.line == 1
+            for spellings, texts in block.texts.items():
+                raw = next((record.texts[name] for name in spellings if name in record.texts), None)
+                if record.is_malformed:
+                    texts.append(MALFORMED)
+                elif raw is None:
+                    texts.append(None)
+                else:
+                    texts.append(checked(raw, is_first=is_first))
+                    num_bytes += len(raw)
+        except (AttributeError, TypeError) as error:
+            raise misread(reader, shown(repr(record)), "a Record of texts in bytes") from error
         if len(block.numbers) >= BLOCK_RECORDS or num_bytes >= BLOCK_BYTES:
             yield block
             block, num_bytes = Block({spellings: [] for spellings in languages}), 0

@@ -161,7 +161,7 @@ def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> I
                 for path in texts.values()
             ]
             for line in good_lines(
-                checked_lines(lines),
+                checked_lines(lines, reader="import_tests", sides=len(sources)),
                 sources,
                 counts=found.counts,
                 quarantine_path=writer.path(QUARANTINE_NAME),

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from data_prep.readers.raw_text import LineSource, RawLine
+from data_prep.readers.raw_text import LineSource, RawLine, misread
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.spelling import is_blank
+from pipeline.config.settings import shown
 from pipeline.errors import DataError
 from pipeline.languages import (
     canonical,
@@ -110,16 +111,25 @@ MALFORMED = Repair(reason="malformed")
 """Side of a record that does not have the form of its file."""
 
 
-def checked_lines(lines: Iterable[RawLine]) -> Iterator[CheckedLine]:
-    """Yield raw lines, each side decoded, checked and if necessary repaired."""
-    for number, raws, is_malformed in lines:
-        is_first = number == 1
-        yield (
-            number,
-            [MALFORMED] * len(raws)
-            if is_malformed
-            else [checked(raw, is_first=is_first) for raw in raws],
-        )
+def checked_lines(
+    lines: Iterable[RawLine], *, reader: str, sides: int = 2
+) -> Iterator[CheckedLine]:
+    """Yield raw lines, each side decoded, checked and if necessary repaired.
+
+    Raises:
+        ConfigError: The reader returned something else than lines of all sides in bytes.
+    """
+    for line in lines:
+        try:
+            number, raws, is_malformed = line
+            is_first = number == 1
+            texts = [MALFORMED if is_malformed else checked(raw, is_first=is_first) for raw in raws]
+            if len(texts) != sides:
+                raise ValueError(sides)
+        except (AttributeError, TypeError, ValueError) as error:
+            wanted = f"a RawLine of {sides} sides in bytes"
+            raise misread(reader, shown(repr(line)), wanted) from error
+        yield number, texts
 
 
 def checked(raw: bytes, *, is_first: bool) -> Checked:

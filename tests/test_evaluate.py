@@ -34,8 +34,9 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation import comet
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.settings import EvaluationConfig
+from pipeline.evaluation.chrf import Chrf, PlainChrf
+from pipeline.evaluation.scores import Column
+from pipeline.evaluation.settings import EvaluationConfig, ScoreName
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate
@@ -574,6 +575,36 @@ def test_settings_and_inputs_that_do_not_belong_together_are_refused(
         more={"tokenizer": corpus} if given == "tokenizer" else None,
     )
     with pytest.raises(ConfigError, match=finding):
+        evaluate.run(call)
+    assert not call.out_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("scores", "column", "told"),
+    [
+        (("chrf", "bleu", "plain_chrf"), "chrf", "'chrf' and 'plain_chrf' both .* 'chrf'"),
+        (("plain_chrf", "comet"), "comet", "'comet' and 'plain_chrf' both .* 'comet'"),
+        (("comet", "chrf", "plain_chrf"), "chrf", "'chrf' and 'plain_chrf' both .* 'chrf'"),
+    ],
+)
+def test_two_scores_with_one_column_are_refused_before_anything_is_scored(
+    scores: tuple[ScoreName, ...],
+    column: str,
+    told: str,
+    tmp_path: Path,
+    corpus: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PlainChrf, "column", Column(column, "Of one's own"))
+    for name in ("score_direction", "ask_comet"):
+        monkeypatch.setattr(f"pipeline.evaluation.scoring.{name}", None)
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    model = tmp_path / "model"
+    model.mkdir()
+    settings = EvaluationConfig(scores=scores)
+    given = model if "comet" in scores else None
+    call = stage_call(tmp_path / "out", corpus, systems, settings=settings, comet=given)
+    with pytest.raises(ConfigError, match=f"The scores {told}. Name"):
         evaluate.run(call)
     assert not call.out_dir.exists()
 

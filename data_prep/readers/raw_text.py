@@ -32,6 +32,7 @@ from pipeline.artifacts.raw_input import (
     named_files,
     plain_name,
 )
+from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 from pipeline.terminal import counted, listed
@@ -465,6 +466,46 @@ def _section(
 
 
 # ---------------------------------------------------------------- refusals
+
+
+def misread(reader: str, found: str, wanted: str) -> ConfigError:
+    """Return the refusal of what a reader returned in the place of something else."""
+    return ConfigError(f"The reader {reader!r} returned {found}. Return {wanted}.")
+
+
+def checked_text(raw: object, reader: str) -> RawText:
+    """Return what a reader returned; ConfigError if it would fail later, far from its code."""
+    if not (isinstance(raw, RawText) and isinstance(raw.sections, list)):
+        of = f" with sections = {shown(repr(raw.sections))}" if isinstance(raw, RawText) else ""
+        raise misread(reader, f"a {type(raw).__name__}{of}", "a RawText of a list of Section")
+    for section in raw.sections:
+        if not isinstance(section, Section):
+            raise misread(reader, f"a {type(section).__name__} among its sections", "a Section")
+        codes, spellings = section.languages, section.spellings
+        for name, fits, wanted in (
+            ("split", section.split in SPLITS, " or ".join(SPLITS)),
+            (
+                "languages",
+                _are_two(codes, str) and len({*codes}) == 2 and is_pair_name("-".join(codes)),
+                "two different codes, as ('de', 'sr_Latn')",
+            ),
+            (
+                "spellings",
+                _are_two(spellings, str) and all(map(is_language, spellings)),
+                "two codes, as ('de', 'sr-Latn')",
+            ),
+            ("sources", _are_two(section.sources, LineSource), "two LineSource"),
+            ("lines", isinstance(section.lines, Iterable | LinesOfPair), "an iterable of RawLine"),
+        ):
+            if not fits:
+                found = f"a Section with {name} = {shown(repr(getattr(section, name)))}"
+                raise misread(reader, found, wanted)
+    return raw
+
+
+def _are_two(values: Sequence[object], kind: type) -> bool:
+    fits = isinstance(values, tuple) and len(values) == 2
+    return fits and all(isinstance(value, kind) for value in values)
 
 
 def same_text(first: object, second: object, what: str, fix: str = "Remove one") -> DataError:

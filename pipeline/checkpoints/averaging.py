@@ -73,9 +73,11 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
             'training.keep_last and saving.keep_states = "all", which keeps them.'
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
+    best = open_checkpoint(run_dir / "best")
+    sizes = {name: shape.numel() for name, shape in tensor_shapes(read_spec(best)).items()}
     _write_mean(
-        [_master_reader(state) for state in states],
-        model_of=open_checkpoint(run_dir / "best"),
+        [_master_reader(state, sizes) for state in states],
+        model_of=best,
         averaged={f"states/{state.directory.name}": state for state in states},
         what="master weights",
         out_dir=out_dir,
@@ -89,8 +91,8 @@ class MeanOfStates:
     Only one range of one state is in memory at a time, besides the sum.
     """
 
-    def __init__(self, states: Sequence[Artifact]) -> None:
-        self._readers = [PieceReader(state) for state in states]
+    def __init__(self, states: Sequence[Artifact], sizes: Mapping[str, int] | None = None) -> None:
+        self._readers = [PieceReader(state, sizes) for state in states]
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
         """Return the mean of values [start, start + length) of a flattened tensor.
@@ -129,8 +131,8 @@ def _weights_reader(checkpoint: Artifact) -> TensorReader:
     return lambda name, _: tensors.read(name)
 
 
-def _master_reader(state: Artifact) -> TensorReader:
-    pieces = PieceReader(state)
+def _master_reader(state: Artifact, sizes: Mapping[str, int]) -> TensorReader:
+    pieces = PieceReader(state, sizes)
 
     def read(name: str, shape: torch.Size) -> Tensor:
         values = pieces.read(what="master", tensor=name, start=0, length=shape.numel())

@@ -31,7 +31,7 @@ from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.parameters import named_slices, num_parameters, tensor_shapes
+from pipeline.model.parameters import named_slices, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
@@ -69,24 +69,39 @@ def stated_spec(checkpoint: Artifact) -> ModelSpec:
         ) from error
 
 
-def read_spec(checkpoint: Artifact) -> ModelSpec:
+def read_spec(checkpoint: Artifact, *, may_hold_more: bool = False) -> ModelSpec:
     """Return the shape of a model that is about to be built.
 
     The number of parameters is compared with the weights before anything of that size is allocated.
-    A single missing tensor is reported when it is read.
+    A single missing tensor is reported when it is read; tensors beyond the model are refused here,
+    unless the weights ``may_hold_more``.
 
     Raises:
-        CheckpointError: ``model.json`` describes no model, or a far larger one than the weights.
+        CheckpointError: ``model.json`` describes no model, one without some of the tensors, or a
+            far larger one than the weights.
     """
     spec = stated_spec(checkpoint)
-    wanted = num_parameters(spec)
-    held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
+    shapes = tensor_shapes(spec)
+    wanted = sum(shape.numel() for shape in shapes.values())
+    headers = [*tensor_headers(checkpoint, "weights/")]
+    held = sum(math.prod(header.shape) for header in headers)
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
             f"under weights hold {held:,} values. Restore it, or run its stage again."
         )
+    if not may_hold_more:
+        refuse_beyond(checkpoint, (header.name for header in headers), shapes)
     return spec
+
+
+def refuse_beyond(checkpoint: Artifact, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise CheckpointError if a checkpoint has tensors that its model does not want."""
+    if beyond := sorted(set(found).difference(wanted)):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds tensors {_listing('beyond the model', beyond)}. Name a "
+            "checkpoint of this model, or change back its code."
+        )
 
 
 def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:

@@ -122,7 +122,7 @@ def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
         ("model.converter_layers", model.converter_layers, (0,), ""),
         ("model.embedding.input", model.embedding.input, ("learned", "frozen"), ""),
         ("model.front", model.front.kind, ("subwords",), ""),
-        ("model.feed_forward", model.feed_forward, (DenseConfig(),), ""),
+        ("model.feed_forward", model.feed_forward.kind, (DenseConfig().kind,), ""),
         ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to], instead),
     ]
     if is_hugging_face:

@@ -60,7 +60,7 @@ def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
     match manifest.kind:
         case "checkpoint":
             headers = list(tensor_headers(artifact, "weights/"))
-            found |= _inspect_model(read_spec(artifact), headers)
+            found |= _inspect_model(read_spec(artifact, may_hold_more=True), headers)
         case "training_state":
             headers = list(tensor_headers(artifact, "optimizer/"))
             found |= {
@@ -244,7 +244,7 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
             norm = a.norm().item()
             relative = (a - b).norm().item() / norm if norm else math.inf
             values.append(TensorDifference(name, (a - b).abs().max().item(), relative))
-    specs = [read_spec(checkpoint).model_dump(mode="json") for checkpoint in (first, second)]
+    specs = [read_spec(one, may_hold_more=True).model_dump(mode="json") for one in (first, second)]
     return CheckpointDifference(
         settings=tuple(setting_changes(*specs)),
         other_tokenizer=read_tokenizer(first).fingerprint != read_tokenizer(second).fingerprint,

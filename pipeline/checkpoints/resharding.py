@@ -5,7 +5,8 @@ rank writes its own ranges as ``{what}:{tensor}:{start}``. A reader, on any numb
 the pieces that overlap the range it needs. Nothing is gathered on one rank.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -66,13 +67,24 @@ class Ranges(Protocol):
 
 
 class PieceReader:
-    """Reads ranges of tensors from the pieces of a training state of any topology."""
+    """Reads ranges of tensors from the pieces of a training state of any topology.
 
-    def __init__(self, state: Artifact) -> None:
+    Raises:
+        CheckpointError: The state has values beyond ``sizes``, the values per tensor of the model.
+    """
+
+    def __init__(self, state: Artifact, sizes: Mapping[str, int] | None = None) -> None:
         self._files = TensorFiles(state, "optimizer/")
         self._pieces: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for key in self._files.names():
             what, tensor, start = split_key(key, state)
+            end = start + math.prod(self._files.shape(key))
+            if sizes is not None and end > (size := sizes.get(tensor, 0)):
+                raise CheckpointError(
+                    f"{state.directory} has {end:,} values of {what} of {tensor}, and the model "
+                    f"{size:,}. If the code of the model has changed, change it back. "
+                    f"{how_to_restore(state.directory)}."
+                )
             self._pieces.setdefault((what, tensor), []).append((start, key))
         for pieces in self._pieces.values():
             pieces.sort()
@@ -123,20 +135,21 @@ class PieceReader:
 class CheckedState:
     """A training state. Its files are compared with their digests before values are read."""
 
-    def __init__(self, state: Artifact) -> None:
-        self._state = state
+    def __init__(self, state: Artifact, sizes: Mapping[str, int] | None = None) -> None:
+        self._state, self._sizes = state, sizes
 
     def fill(self, targets: Sequence[Target]) -> None:
         """Fill all targets from the pieces of any topology; all ranks call this.
 
         Raises:
             ArtifactError: A file is missing or damaged; the same error on all ranks.
-            CheckpointError: A value is missing or not finite; the same error on all ranks.
+            CheckpointError: A value is missing, not finite, or beyond the model, as
+                :class:`PieceReader` says; the same error on all ranks.
         """
         check_together(self._state)
         problem: str | None = None
         try:
-            PieceReader(self._state).fill(targets)
+            PieceReader(self._state, self._sizes).fill(targets)
         except (UserError, OSError) as error:
             problem = str(error)
         problem = next(filter(None, gather_objects(problem)), None)

@@ -1,6 +1,8 @@
 """Settings of upcycling: the section ``[upcycling]`` of a recipe."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from pipeline.config.settings import DropRate, Seed, Settings, number
 
@@ -24,3 +26,17 @@ class UpcyclingConfig(Settings):
     unchanged."""
     seed: Seed = 1
     """Seed of masks, noise and fresh routers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        idle = "mask_ratio" if self.method == "noise" else "noise_std"
+        if self.differs(idle):
+            raise ValueError(
+                f"{idle} is {getattr(self, idle)}, and method is {self.method!r}, which does not "
+                "read it: leave it out, or choose another method"
+            )
+        return self
+
+    def differs(self, name: str) -> bool:
+        """Return whether a setting is not at its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)

@@ -157,8 +157,19 @@ class _Scoring:
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
-        """Return the scores of the recipe in their order."""
-        return tuple(map(self._score, self.call.recipe.evaluation.computed_scores))
+        """Return the scores of the recipe in their order; ConfigError if two have one column."""
+        names = self.call.recipe.evaluation.computed_scores
+        found: dict[ScoreName, Score] = {}
+        columns = {"comet": "comet"} if "comet" in names else {}
+        for name in sorted(names, key=lambda name: name == "comet"):  # its model takes long
+            found[name] = score = self._score(name)
+            other = columns.setdefault(score.column.name, name)
+            if other != name:
+                raise ConfigError(
+                    f"The scores {other!r} and {name!r} both have the column "
+                    f"{score.column.name!r}. Name the columns apart."
+                )
+        return tuple(found[name] for name in names)
 
     def _score(self, name: ScoreName) -> Score:
         settings = self.call.recipe.evaluation

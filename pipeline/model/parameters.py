@@ -24,7 +24,7 @@ from pipeline.model.moe.experts import StackedModules
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Trained, Transformer
 from pipeline.seeds import named_generator
 
 
@@ -192,6 +192,13 @@ def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Return names and shapes of all tensors of a model without allocating them."""
     return {entry.name: entry.value.shape for entry in named_slices(shape_of_model(spec))}
+
+
+def sizes_of_all(model: Trained) -> dict[str, int]:
+    """Return the values per tensor of a model, also of experts that other ranks hold."""
+    if model.expert_parallel_size > 1:
+        return {name: shape.numel() for name, shape in tensor_shapes(model.spec).items()}
+    return {entry.name: entry.value.numel() for entry in named_slices(model)}
 
 
 def num_parameters(spec: ModelSpec) -> int:

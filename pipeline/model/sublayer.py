@@ -37,15 +37,22 @@ def built(result: object, builder: str, kind: str) -> nn.Module:
 
 
 def same_shape(result: object, like_ND: Tensor, maker: object) -> Tensor:
-    """Return the states that a variant made; ConfigError if they have not the shape of others."""
-    if isinstance(result, Tensor) and result.shape == like_ND.shape:
-        return result
-    found = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
-    name = type(getattr(maker, "__self__", maker)).__name__
+    """Return the states that a variant made; ConfigError unless they have the others' form."""
+    found, form = f"a {type(result).__name__}", ""
+    if isinstance(result, Tensor):
+        if result.shape == like_ND.shape and result.dtype == like_ND.dtype:
+            return result
+        form = f" of {like_ND.dtype}" if result.shape == like_ND.shape else ""
+        found = f"{tuple(result.shape)}{form and f' of {result.dtype}'}"
     raise ConfigError(
-        f"{name} returned {found} where states {tuple(like_ND.shape)} are wanted. Correct its "
-        "forward."
+        f"{_name_of(maker)} returned {found} where states {tuple(like_ND.shape)}{form} are wanted. "
+        "Correct its forward."
     )
+
+
+def _name_of(maker: object) -> str:
+    """Return the class of a module, or of the module that has a method."""
+    return type(getattr(maker, "__self__", maker)).__name__
 
 
 @dataclass(frozen=True)
@@ -228,14 +235,25 @@ class Sublayer:
     def _apply(self, x: Residual, f: InnerFunction, *inputs: object, **options: object) -> Residual:
         x_ND, entered_ND = x.enter(self.norm)
         y_ND, bias_D, record = _parts_of(f(entered_ND, *inputs, **options))
+        _refuse_report(record, RoutingRecord, f)
         gates = x.gates
         if self.after is not None:
             # The module changes the whole result, so the bias cannot wait for the sum any more.
             y_ND, bias_D = (y_ND if bias_D is None else y_ND + bias_D), None
             y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
+            _refuse_report(gate_N, Tensor, self.after)
             gates = gates if gate_N is None else (*gates, gate_N)
         y_ND = same_shape(y_ND, entered_ND, self.after or f)
         return Residual(x_ND, x.tokens, y_ND, bias_D, self.norm, record or x.record, gates)
+
+
+def _refuse_report(report: object, kind: type, maker: object) -> None:
+    """Raise ConfigError if a variant returned, next to its states, neither None nor a ``kind``."""
+    if not (report is None or isinstance(report, kind)):
+        raise ConfigError(
+            f"{_name_of(maker)} returned a {type(report).__name__} next to its states, where a "
+            f"{kind.__name__} or None is wanted. Correct its forward."
+        )
 
 
 def _parts_of(

@@ -394,10 +394,18 @@ class Engine:
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced. The next update
         replaces sums.
+
+        Raises:
+            ConfigError: the loss does not depend on the model.
         """
         self.model.train()
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
-        torch.autograd.grad(terms.objective, trainable(self.model), allow_unused=True)
+        found = torch.autograd.grad(terms.objective, trainable(self.model), allow_unused=True)
+        if not any(gradient is not None and gradient.any() for gradient in found):
+            raise ConfigError(
+                f"The loss {self._loss_config.objective!r} is constant: no parameter has a "
+                "gradient. Compute its objective from the output of the model."
+            )
         advance()
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:

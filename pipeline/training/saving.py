@@ -37,6 +37,7 @@ from pipeline.config.settings import Route
 from pipeline.distributed.world import World, all_sum
 from pipeline.errors import CheckpointError
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
+from pipeline.model.parameters import sizes_of_all
 from pipeline.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine
@@ -349,7 +350,8 @@ class Resuming:
             )
         position = replace(position, **self._run_directory.best_after(position.update))
         changes = replanned(state, config=self._config)
-        self._engine.load_optimizer_pieces(CheckedState(state), update=position.update)
+        checked = CheckedState(state, sizes_of_all(self._engine.model))
+        self._engine.load_optimizer_pieces(checked, update=position.update)
         self._engine.restore_loss_scale(position.loss_scale)
         if not self._training.patience:  # otherwise the last update is not known yet
             self._refuse_missing(end=updates, update=position.update)
@@ -369,7 +371,7 @@ class Resuming:
             for update in averaged
         ]
         check_together(*states)
-        self._engine.load_weights(MeanOfStates(states))
+        self._engine.load_weights(MeanOfStates(states, sizes_of_all(self._engine.model)))
         return averaged
 
     def _refuse_missing(self, *, end: int, update: int) -> None:

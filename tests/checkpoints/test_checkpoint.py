@@ -29,6 +29,7 @@ from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
+from pipeline.checkpoints.inspection import inspect
 from pipeline.checkpoints.resharding import CheckedState, Piece, PieceReader, Target, write_pieces
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
@@ -36,6 +37,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model import building
 from pipeline.model.building import build_model
+from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -282,10 +284,13 @@ def test_progress_survives_json() -> None:
 # ---------------------------------------------------------------- weights
 
 
-def saved_checkpoint(directory: Path, model: Transformer, *, leave_out: str = "") -> Artifact:
+def saved_checkpoint(
+    directory: Path, model: Transformer, *, leave_out: str = "", add: str = ""
+) -> Artifact:
 
     def change(weights: Weights) -> Weights:
-        return {name: value for name, value in weights.items() if name != leave_out}
+        added = {add: torch.ones(2)} if add else {}
+        return {name: value for name, value in weights.items() if name != leave_out} | added
 
     return open_artifact(make_checkpoint(directory, model, change=change), kind="checkpoint")
 
@@ -370,6 +375,22 @@ def test_a_missing_tensor_and_one_of_another_shape_are_errors_that_name_it(tmp_p
     words = r"embedding.weight has shape \(40, 16\), but the model needs \(41, 16\)"
     with pytest.raises(CheckpointError, match=words):
         load_weights(wider, whole)
+
+
+@pytest.mark.parametrize("name", ["front.scale", "decoder.layers.1.feed_forward.experts.4.up.bias"])
+def test_a_tensor_beyond_the_model_is_refused_before_the_model_is_built(
+    name: str, tmp_path: Path
+) -> None:
+    saved = saved_checkpoint(tmp_path / "saved", tiny_model(SPEC), add=name)
+    told = rf"saved holds tensors beyond the model \(1\): {name}\. Name"
+    with (
+        mock.patch("pipeline.checkpoints.checkpoint.build_model", side_effect=AssertionError),
+        pytest.raises(CheckpointError, match=told),
+    ):
+        load_model(saved)
+    assert any(one["name"] == name for one in inspect(saved.directory, tensors=True)["tensors"])
+    parallel = ExpertParallel(group=mock.Mock(), rank=1, size=2)  # with half of the experts
+    load_model(saved_checkpoint(tmp_path / "whole", tiny_model(SPEC)), expert_parallel=parallel)
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,13 @@ from pipeline import cli
 from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import own_source
-from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
+from pipeline.checkpoints.exporting import (
+    FORMATS,
+    Export,
+    Format,
+    export_checkpoint,
+    refuse_unwritable,
+)
 from pipeline.checkpoints.foreign.export_to_hugging_face import with_pieces
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     chosen_layout,
@@ -39,7 +45,7 @@ from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import model_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
-from pipeline.model.settings import MoEConfig
+from pipeline.model.settings import DenseConfig, MoEConfig
 
 ROOT = Path(__file__).parents[2]
 MOE = MoEConfig(num_experts=4, every=2)
@@ -77,6 +83,22 @@ def test_what_a_format_cannot_express_is_refused_by_name(
     with pytest.raises(CheckpointError, match=said):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
     assert not (tmp_path / "out").exists()
+
+
+class OddFeedForward(DenseConfig):
+    kind: Literal["odd"] = "odd"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("to", "moe"), [("hf-m2m100", None), ("hf-nllb-moe", MOE)])
+def test_a_feed_forward_of_one_s_own_is_refused_by_its_kind(
+    to: Format, moe: MoEConfig | None
+) -> None:
+    spec = tiny_spec(moe=moe)
+    model = spec.model.model_copy(update={"feed_forward": OddFeedForward()})
+    with pytest.raises(CheckpointError) as raised:
+        refuse_unwritable(Path("a"), spec.model_copy(update={"model": model}), to=to)
+    said = f"a has model.feed_forward = 'odd'; {to} supports only 'dense'. No format supports it."
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])

@@ -2,12 +2,23 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.raw_trees import Raw, run_import, write
 
+from data_prep import import_corpus
+from data_prep.readers.raw_text import (
+    LinesOfPair,
+    LineSource,
+    RawLine,
+    RawText,
+    Record,
+    RecordFile,
+    Section,
+)
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
@@ -66,6 +77,75 @@ def test_the_names_of_opus_100_and_of_validation_sets_are_understood(raw: Path, 
     assert line_counts(corpus, "train") == {"en-fr": 1}
     assert line_counts(corpus, "valid") == {"de-en": 1, "en-fr": 1}
     assert line_counts(corpus, "test") == {"de-fr": 1}
+
+
+SECTION = Section(
+    split="train",
+    languages=("de", "en"),
+    spellings=("de", "en"),
+    sources=(LineSource("a", "a"), LineSource("a", "a")),
+    lines=[RawLine(1, (b"eins", b"one"))],
+)
+FILE = RecordFile(lambda: [Record(1, {"de": b"eins", "en": b"one"})], is_surveyed=True)
+
+
+def of_lines(*lines: Any) -> RawText:
+    return RawText([replace(SECTION, lines=lines)])
+
+
+def of_record(record: Any) -> RawText:
+    file = replace(FILE, records=lambda: [record])
+    return RawText([replace(SECTION, lines=LinesOfPair(file, (("de",), ("en",))))], files=[file])
+
+
+def having(**fields: Any) -> RawText:
+    return RawText([replace(SECTION, **fields)])
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (None, "a NoneType. "),
+        ("text", "a str. "),
+        (RawText(cast(Any, "text")), "a RawText with sections = 'text'. "),
+        (RawText([cast(Any, None)]), "a NoneType among its sections. "),
+        (having(split="devel"), "a Section with split = 'devel'. Return train or valid or test."),
+        (having(languages=("de-de", "en")), "a Section with languages = .'de-de', 'en'.. "),
+        (having(languages=("de", "de")), r"a Section with languages = \('de', 'de'\)\. "),
+        (having(languages=("de", "en", "fr")), "a Section with languages = .'de', 'en', 'fr'.. "),
+        (having(spellings=("German", "en")), "a Section with spellings = .'German', 'en'.. "),
+        (having(sources=("a", "b")), "a Section with sources = .'a', 'b'.. "),
+        (having(lines=None), "a Section with lines = None. "),
+        (having(lines="eins"), "'e'. .* a RawLine"),
+        (of_lines(None), "None. .* a RawLine"),
+        (
+            of_lines(RawLine(1, (b"eins", b"one")), ("eins", "one")),
+            r"\('eins', 'one'\)\. .* a RawLine",
+        ),
+        (of_lines(RawLine(1, (b"1", b"2", b"3"))), r"RawLine\(number=1, .* a RawLine"),
+        (of_lines(RawLine(1, cast(Any, ("eins", "one")))), r"RawLine\(number=1, .* a RawLine"),
+        (of_record(None), "None. .* a Record"),
+        (of_record(Record(1, cast(Any, {"de": "eins", "en": "one"}))), "Record.line=1.* a Record"),
+    ],
+)
+def test_what_another_reader_returns_is_named_with_it(
+    made: RawText | None, told: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_corpus, "read_moses", lambda *_: made)
+    with pytest.raises(ConfigError, match=f"^The reader 'moses' returned {told}") as raised:
+        imported(out, {}, source="moses")
+    assert "\n" not in str(raised.value)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("code", ["qq", "zh_Hant"])
+def test_a_reader_may_return_any_code(
+    code: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = having(languages=(code, "en"), spellings=(code, "en"))
+    monkeypatch.setattr(import_corpus, "read_moses", lambda *_: made)
+    corpus = imported(out, {}, source="moses")
+    assert sorted(corpus.statistics["pairs"]) == ["-".join(sorted((code, "en")))]
 
 
 def test_old_codes_become_the_registry_s(out: Path) -> None:

@@ -39,7 +39,7 @@ def read(
     sources = [source_of(path, tmp_path) for path in paths]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CorpusConfig, "max_line_bytes", max_line_bytes)
-        lines = checked_lines(FilesInStep(paths))
+        lines = checked_lines(FilesInStep(paths), reader="moses")
         good = good_lines(lines, sources, limit=limit, quarantine_path=quarantine, counts=counts)
         found = [*map(list, good)]
     refuse_damaged(sources, counts)

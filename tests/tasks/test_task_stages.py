@@ -1,14 +1,16 @@
 """The stages of tasks: trained like translation, on any number of ranks, resumed, scored."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.process_pool import ProcessPool
+from support.readers_sweep import reseal
 from support.tiny_training import sharing_passes, terminate_at_call
 from support.tiny_xlmr import TOKENS, pieces_model, write_entities, write_questions, write_xlmr
 from torch import Tensor
@@ -18,7 +20,7 @@ from pipeline.artifacts.raw_input import raw_input
 from pipeline.config.documents import merge
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
-from pipeline.errors import ConfigError, Interrupted, UserError
+from pipeline.errors import CheckpointError, ConfigError, Interrupted, UserError
 from pipeline.extensions.tasks import evaluate_task, finetune_task
 from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
 from pipeline.extensions.tasks.questions import answer_questions, read_questions
@@ -324,6 +326,16 @@ def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
     for one, answer in zip(questions, answers, strict=True):
         assert answer
         assert answer in one.context
+
+
+def test_a_tensor_beyond_the_model_is_refused(trained: dict[str, Path], tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(trained["plain"], tmp_path / "more"))
+    path = next(copied.glob("weights/*"))
+    path.unlink()  # a link to the original
+    save_file({**load_file(next(trained["plain"].glob("weights/*"))), "odd": torch.ones(2)}, path)
+    reseal(copied)
+    with pytest.raises(CheckpointError, match=r"more holds tensors beyond the model \(1\): odd\."):
+        asked(copied)
 
 
 @pytest.mark.parametrize("names", [(), ("entities", "questions")])

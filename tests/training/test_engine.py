@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -49,6 +50,7 @@ from pipeline.training.engine import (
     expert_parallel_group,
     merge_ds_config,
 )
+from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import OptimizerConfig
 
@@ -283,19 +285,23 @@ def test_a_number_of_micro_batches_per_pass_that_is_none_is_refused(wrong: objec
         merge({**zero_config(2), "micro_batches_per_pass": wrong})
 
 
-def steps_of_calls(world: World) -> list[int]:
-    """Steps that the watchdog sees in a rehearsal, a verdict, an evaluation and an update."""
+def engine_of(world: World, spec: ModelSpec, rates: Regularization | None = None) -> Engine:
     connect(world)
-    spec = SPECS["dense"]
-    model = build_model(spec)
+    model = build_model(spec, regularization=rates)
     set_weights(model)
-    engine = Engine(
+    return Engine(
         model,
         make_recipe(spec.model),
         world=world,
         ds_config=zero_config(1),
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
     )
+
+
+def steps_of_calls(world: World) -> list[int]:
+    """Steps that the watchdog sees in a rehearsal, a verdict, an evaluation and an update."""
+    spec = SPECS["dense"]
+    engine = engine_of(world, spec)
     batches = micro_batches(spec, 1)
     calls: list[Callable[[], object]] = [
         lambda: engine.rehearse(batches[0]),
@@ -315,17 +321,47 @@ def test_every_batch_that_the_model_computes_is_a_step_for_the_watchdog(pool1: P
     assert pool1.run(steps_of_calls) == [[1, 1, 1, MICRO_BATCHES]]
 
 
+def rehearsal_of(world: World, objective: Callable[[LossTerms], Tensor]) -> str:
+    """What a rehearsal says of a loss with this objective."""
+    spec = SPECS["dense"]
+    engine = engine_of(world, spec)
+
+    def loss(*given: Any, **options: Any) -> LossTerms:
+        terms = training_loss(*given, **options)
+        return replace(terms, objective=objective(terms))
+
+    with mock.patch.object(engine_module, "training_loss", loss):
+        try:
+            engine.rehearse(micro_batches(spec, 1)[0])
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def of_no_parameter(terms: LossTerms) -> Tensor:
+    return terms.cross_entropy.clone().requires_grad_()
+
+
+def of_nothing(terms: LossTerms) -> Tensor:
+    return terms.objective * 0 + terms.cross_entropy
+
+
+def of_the_model(terms: LossTerms) -> Tensor:
+    return terms.objective * 1e-3
+
+
+@pytest.mark.slow
+def test_a_constant_loss_is_named_before_the_first_update(pool1: ProcessPool) -> None:
+    for objective in (of_no_parameter, of_nothing):
+        assert pool1.run(rehearsal_of, objective) == [
+            "The loss 'cross_entropy' is constant: no parameter has a gradient. Compute its "
+            "objective from the output of the model."
+        ]
+    assert pool1.run(rehearsal_of, of_the_model) == [""]
+
+
 def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
-    connect(world)
-    model = build_model(spec, regularization=Regularization(0.5, 0.5))
-    set_weights(model)
-    engine = Engine(
-        model,
-        make_recipe(spec.model),
-        world=world,
-        ds_config=zero_config(1),
-        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
-    )
+    engine = engine_of(world, spec, Regularization(0.5, 0.5))
     terms = engine.evaluate(micro_batches(spec, 0)[-1])
     return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
 

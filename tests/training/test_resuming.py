@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.stage_runs import make_call
 from support.tiny_training import make_recipe
+from torch import nn
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.run_folders import PROGRESS_FILE, LossScale, Position
@@ -29,6 +30,8 @@ class NotedState:
 
     def __init__(self) -> None:
         self.loaded: list[object] = []
+        self.model = nn.Linear(3, 1, bias=False)
+        self.model.expert_parallel_size = 1  # type: ignore[assignment]
 
     def load_optimizer_pieces(self, state: Fills, *, update: int) -> None:
         """Note the update and the values of the one tensor."""
@@ -46,13 +49,17 @@ def directory_of(recipe: Recipe, tmp_path: Path) -> RunDirectory:
     return RunDirectory(call.out_dir, stage="pretrain", config=call.config, inputs={}, world=ALONE)
 
 
-def save(recipe: Recipe, tmp_path: Path, position: Position = SAVED) -> RunDirectory:
+def save(
+    recipe: Recipe, tmp_path: Path, position: Position = SAVED, *, weight: str = "weight 3"
+) -> RunDirectory:
     """Leave a state of the recipe's run, and return its directory."""
     directory = directory_of(recipe, tmp_path)
 
     def write(writer: ArtifactWriter) -> None:
-        piece = Piece("master", "weight", 0, torch.arange(3.0))
-        writer.settled |= write_pieces(writer.directory / "optimizer", iter([piece]), part=0)
+        pieces = [Piece("master", "weight", 0, torch.arange(3.0))]
+        name, size = weight.split()
+        pieces += [Piece("master", name, 3, torch.zeros(int(size) - 3))]
+        writer.settled |= write_pieces(writer.directory / "optimizer", iter(pieces), part=0)
         writer.write_json(PROGRESS_FILE, position.to_json())
 
     directory.write(directory.state_dir(position.update), kind="training_state", write=write)
@@ -63,6 +70,20 @@ def resuming_of(recipe: Recipe, tmp_path: Path, engine: NotedState) -> Resuming:
     directory = directory_of(recipe, tmp_path)
     engine_, call = cast(Engine, engine), make_call("pretrain", recipe, {}, tmp_path / "model")
     return Resuming(call, engine_, directory)
+
+
+@pytest.mark.parametrize(
+    ("weight", "told"),
+    [("weight 5", "5 .* of weight, and the model 3"), ("bias 4", "4 .* of bias, and the model 0")],
+)
+def test_a_state_with_values_beyond_the_model_is_refused(
+    weight: str, told: str, tmp_path: Path
+) -> None:
+    save(make_recipe(), tmp_path, weight=weight)
+    engine = NotedState()
+    with pytest.raises(CheckpointError, match=rf"update-\d+ has {told}\. If the code"):
+        resuming_of(make_recipe(), tmp_path, engine).resume()
+    assert not engine.loaded
 
 
 def test_a_run_without_states_begins_and_loads_nothing(tmp_path: Path) -> None:

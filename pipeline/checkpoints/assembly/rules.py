@@ -11,7 +11,7 @@ name of the dense tensor and the GLOBAL id of the expert. They do not depend on 
 the number of processes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -26,7 +26,7 @@ from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import Tensors
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.building import shape_of_model
 from pipeline.model.parameters import (
     NamedSlice,
@@ -330,6 +330,7 @@ class AssemblyPlan:
         Raises:
             CheckpointError: A tensor has no source, or its source has another shape, or a tensor of
                 a source would not be used.
+            ConfigError: A setting of upcycling changes nothing here.
         """
         parts = {
             part: _PartSource(part, source.tensors, self, self.experts[part])
@@ -343,7 +344,31 @@ class AssemblyPlan:
         ]
         for source in parts.values():
             source.refuse_unused(assignments)
+        self._refuse_idle_settings(assignments)
         return assignments
+
+    def _refuse_idle_settings(self, assignments: Sequence[Assignment]) -> None:
+        experts = any(entry.rule in EXPERT_RULES for entry in assignments)
+        token_routers = {
+            (part, name.replace(".router.weight", ".router.group_weight"))
+            for part, source in self.sources.items()
+            for name in source.tensors.names()
+        }
+        grafts = any(
+            (entry.part, entry.target) in token_routers
+            for entry in assignments
+            if entry.rule == "fresh"
+        )
+        used = {"graft_group_routers": grafts}
+        used |= dict.fromkeys(("method", "mask_ratio", "noise_std"), experts)
+        for name, is_used in used.items():
+            if not is_used and self.config.differs(name):
+                raise ConfigError(
+                    f"upcycling.{name} is {getattr(self.config, name)!r}, and no tensor of this "
+                    f"model is made with it. Leave it out (its default is "
+                    f"{getattr(UpcyclingConfig(), name)!r}), or ask for experts or language groups "
+                    "that the sources lack."
+                )
 
     def unused(self) -> dict[str, list[str]]:
         """Return source → its unused tensors: all of unused parts, and tensors that may be lost."""

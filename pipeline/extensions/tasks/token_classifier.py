@@ -27,7 +27,8 @@ from pipeline.artifacts.manifest import entries_below
 from pipeline.artifacts.raw_input import iterate_blocks, refuse_broken_link
 from pipeline.batching.batch import Labelled, LabelledBatch, Packing, collate_spans, collate_tags
 from pipeline.batching.global_step import evaluation_batches
-from pipeline.checkpoints.checkpoint import load_weights
+from pipeline.checkpoints.checkpoint import load_weights, refuse_beyond
+from pipeline.checkpoints.weights import tensor_headers
 from pipeline.config.settings import Route, Settings, describe_validation
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.extensions.tasks import TasksConfig
@@ -38,6 +39,7 @@ from pipeline.kernels.products import Linear
 from pipeline.languages import meant_code
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
+from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization, Residual, run_layer
 from pipeline.model.tokens import Tokens
@@ -203,6 +205,8 @@ class TaskModel:
         """Load a model in evaluation mode; raise CheckpointError if its files do not fit."""
         spec = TaskSpec.read(artifact)
         model = spec.build(device=device)
+        found = (header.name for header in tensor_headers(artifact, "weights/"))
+        refuse_beyond(artifact, found, (entry.name for entry in named_slices(model)))
         load_weights(model, artifact)
         pieces = Pieces(artifact.file(PIECES_FILE).read_bytes(), origin=artifact.directory)
         return cls(spec, model.eval(), pieces)

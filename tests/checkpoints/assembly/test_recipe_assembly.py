@@ -149,7 +149,7 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     moe: Artifact,
 ) -> None:
     parts = [moe, moe, moe]
-    plan, tensors = assembled(GROUP_ROUTED, parts, UpcyclingConfig(mask_ratio=0.5))
+    plan, tensors = assembled(GROUP_ROUTED, parts, UpcyclingConfig())
     assert {entry.rule for entry in plan} == {"copied", "group router of token router"}
     torch.testing.assert_close(
         logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED), logits(load_model(moe), TOKEN_ROUTED)
@@ -166,6 +166,41 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("source", "spec", "settings", "told"),
+    [
+        ("moe", GROUP_ROUTED, {"mask_ratio": 0.5}, r"mask_ratio is 0\.5, .* default is 0\.1\)"),
+        ("moe", TOKEN_ROUTED, {"mask_ratio": 0.0}, r"mask_ratio is 0\.0, .* default is 0\.1\)"),
+        ("dense", DENSE, {"method": "per_neuron"}, "method is 'per_neuron', .* is 'elementwise'"),
+        (
+            "dense",
+            GROUP_ROUTED,
+            {"graft_group_routers": "fresh"},
+            "graft_group_routers is 'fresh', .* 'copy'",
+        ),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_refused(
+    source: str,
+    spec: ModelSpec,
+    settings: dict[str, Any],
+    told: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    parts, config = [request.getfixturevalue(source)] * 3, UpcyclingConfig(**settings)
+    with pytest.raises(ConfigError, match=rf"^upcycling\.{told}"):
+        assembled(spec, parts, config)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "noise", "mask_ratio": 0.2}, {"noise_std": 0.5}], ids=str
+)
+def test_a_setting_that_the_method_does_not_read_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"is 0\.[25], and method is '(noise|elem.*)', which"):
+        UpcyclingConfig(**settings)
+    assert UpcyclingConfig(method="noise", noise_std=0.5).noise_std == 0.5
 
 
 def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:

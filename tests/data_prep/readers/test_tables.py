@@ -114,7 +114,7 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
 def test_a_block_holds_few_long_texts_and_many_short_ones() -> None:
     def sizes(text: bytes, records: int) -> list[int]:
         found = (Record(number, {"de": text}) for number in range(records))
-        blocks = import_corpus.blocks_of(found, [("de",)])
+        blocks = import_corpus.blocks_of(found, [("de",)], reader="tsv")
         return [len(block.numbers) for block in blocks]
 
     assert sizes(b"x" * import_corpus.BLOCK_BYTES, 3) == [1, 1, 1]

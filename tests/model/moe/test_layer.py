@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -208,6 +208,8 @@ def test_what_checkpoints_or_training_cannot_hold_is_refused(
         (lambda x_ND: x_ND[:, :3], r"returned \(\d+, 3\) where states"),
         (lambda x_ND: x_ND[1:], r"returned \(\d+, \d+\) where states"),
         (lambda _: None, "returned a NoneType where states"),
+        (lambda x_ND: x_ND.double(), r"returned \(\d+, \d+\) of torch.float64 where states .*32"),
+        (lambda x_ND: x_ND.long(), r"returned \(\d+, \d+\) of torch.int64 where states .*32"),
     ],
 )
 @pytest.mark.parametrize("place", ["encoder.layers.0.feed_forward", "front"])
@@ -219,6 +221,26 @@ def test_a_module_that_returns_no_states_is_named(
     module.forward = lambda x_ND, *_: made(x_ND)
     batch = collate(random_examples(model.spec, sentences=2, seed=1), eos_id=EOS_ID)
     with pytest.raises(ConfigError, match=f"{type(module).__name__} {told}"):
+        model(batch)
+
+
+@pytest.mark.parametrize("report", ["routing", 0.5], ids=["str", "float"])
+def test_a_module_that_returns_another_report_next_to_its_states_is_named(report: object) -> None:
+    model = tiny_model(tiny_spec())
+    layer: Any = model.get_submodule("encoder.layers.0")
+    layer.feed_forward.forward = lambda x_ND, *_: (x_ND, report)
+    batch = collate(random_examples(model.spec, sentences=2, seed=1), eos_id=EOS_ID)
+    told = f"returned a {type(report).__name__} next to its states, where a"
+    with pytest.raises(ConfigError, match=f"FeedForward {told} RoutingRecord or None"):
+        model(batch)
+    del layer.feed_forward.forward
+
+    class Gate(nn.Module):
+        def forward(self, _: Tensor, y_ND: Tensor, *__: object) -> tuple[Tensor, object]:
+            return y_ND, report
+
+    layer.sublayers["feed_forward"].after = Gate()
+    with pytest.raises(ConfigError, match=f"Gate {told} Tensor or None"):
         model(batch)
 
 
