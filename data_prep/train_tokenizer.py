@@ -44,7 +44,6 @@ from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.shards import lines_per_language
 from pipeline.artifacts.spelling import rule_of, with_any_rule, with_rule
 from pipeline.artifacts.tokenizer import (
-    SPECIALS,
     Tokenizer,
     TokenizerDescription,
     TokenizerFiles,
@@ -53,7 +52,14 @@ from pipeline.artifacts.tokenizer import (
     with_languages,
     with_pieces_of,
 )
-from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
+from pipeline.artifacts.vocabularies import (
+    BYTE_LINE,
+    SPACE,
+    SPECIALS,
+    has_nbest,
+    text_pieces,
+    write_bytes,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall

@@ -29,7 +29,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation import comet
@@ -508,7 +508,7 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
         description = TokenizerDescription(
             kind="bytes", languages=("de", "en", "fr"), language_token_scheme="angle"
         )
-        write_tokenizer(writer.directory, description=description, model=None)
+        TokenizerFiles(description).write(writer.directory)
     more = {
         "training": corpus_of_training(tmp_path / "trained"),
         "tokenizer": open_artifact(tmp_path / "tokenizer", kind="tokenizer"),

@@ -33,10 +33,7 @@ from pipeline.artifacts.corpus import (
     read_hypotheses,
 )
 from pipeline.artifacts.places import lock_path
-from pipeline.artifacts.tokenizer import (
-    SPECIALS,
-    ByteVocabulary,
-)
+from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.minimum_bayes_risk import expected_utility

@@ -26,7 +26,6 @@ from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
     SPACE,
-    SPECIALS,
     TARGET_MODEL_NAME,
     ByteLevelVocabulary,
     ByteVocabulary,
@@ -44,30 +43,6 @@ from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError, without_case
 from pipeline.languages import nearest_codes
 from pipeline.terminal import counted, listed
-
-__all__ = [
-    "DESCRIPTION_NAME",
-    "MODEL_NAME",
-    "SPECIALS",
-    "ByteVocabulary",
-    "Decoded",
-    "LanguageTokenScheme",
-    "Numbering",
-    "SegmenterRecord",
-    "TagScheme",
-    "Tags",
-    "Tokenizer",
-    "TokenizerDescription",
-    "TokenizerFiles",
-    "build_tokenizer",
-    "copy_tokenizer",
-    "language_token",
-    "load_tokenizer",
-    "read_tokenizer_files",
-    "tags",
-    "tokenizer_folder",
-    "write_tokenizer",
-]
 
 MAX_MODEL_BYTES = 2**28
 """Largest SentencePiece model; a model of a million pieces has about 25 MB."""
@@ -355,57 +330,50 @@ class TokenizerFiles:
     """Contents of a tokenizer's files."""
 
     description: TokenizerDescription
-    model: bytes | None
+    model: bytes | None = None
     """SentencePiece model; None for bytes."""
     target_model: bytes | None = None
     """Model of the target languages, if they have their own."""
 
     def build(self) -> Tokenizer:
         """Build the tokenizer of these files."""
-        return build_tokenizer(self.description, self.model, self.target_model)
+        description, numbering = self.description, self.description.numbering
+        languages = description.languages
+        vocabulary, target = _vocabulary(description, self.model), None
+        if self.target_model is not None:
+            source = vocabulary
+            own = _vocabulary(description, self.target_model, name=TARGET_MODEL_NAME)
+            vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
+            encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
+            if numbering is not None:
+                encoder = RenumberedVocabulary(encoder, numbering)
+            target = TargetSide(description.target_languages, encoder, output_size=own.size)
+        if numbering is None:
+            size = vocabulary.size + len(languages)
+            language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
+        else:
+            vocabulary = RenumberedVocabulary(vocabulary, numbering)
+            size = numbering.size
+            language_ids = {code: numbering.language_tokens[code] for code in languages}
+        # Spellings decide no id: a vocabulary with and without them is interchangeable.
+        deciding = description.model_copy(update={"token_spellings": {}})
+        content = _description_bytes(deciding) + (self.model or b"") + (self.target_model or b"")
+        return Tokenizer(
+            vocabulary,
+            language_ids=language_ids,
+            size=size,
+            fingerprint=hashlib.sha256(content).hexdigest(),
+            target=target,
+            segmenters=description.segmenters,
+        )
 
     def write(self, directory: Path) -> None:
         """Write the files into a folder, which is made."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(
-            directory,
-            description=self.description,
-            model=self.model,
-            target_model=self.target_model,
-        )
-
-
-def build_tokenizer(
-    description: TokenizerDescription, model: bytes | None, target_model: bytes | None = None
-) -> Tokenizer:
-    """Build a tokenizer from the contents of its files; ``model`` is None for bytes."""
-    numbering, languages = description.numbering, description.languages
-    vocabulary, target = _vocabulary(description, model), None
-    if target_model is not None:
-        source, own = vocabulary, _vocabulary(description, target_model, name=TARGET_MODEL_NAME)
-        vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
-        encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
-        if numbering is not None:
-            encoder = RenumberedVocabulary(encoder, numbering)
-        target = TargetSide(description.target_languages, encoder, output_size=own.size)
-    if numbering is None:
-        size = vocabulary.size + len(languages)
-        language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
-    else:
-        vocabulary = RenumberedVocabulary(vocabulary, numbering)
-        size = numbering.size
-        language_ids = {code: numbering.language_tokens[code] for code in languages}
-    # Spellings decide no id: a vocabulary with and without them is interchangeable.
-    deciding = description.model_copy(update={"token_spellings": {}})
-    content = _description_bytes(deciding) + (model or b"") + (target_model or b"")
-    return Tokenizer(
-        vocabulary,
-        language_ids=language_ids,
-        size=size,
-        fingerprint=hashlib.sha256(content).hexdigest(),
-        target=target,
-        segmenters=description.segmenters,
-    )
+        (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(self.description))
+        for name, content in ((MODEL_NAME, self.model), (TARGET_MODEL_NAME, self.target_model)):
+            if content is not None:
+                (directory / name).write_bytes(content)
 
 
 def _vocabulary(
@@ -417,20 +385,6 @@ def _vocabulary(
     if description.kind == "byte_bpe":
         return ByteLevelVocabulary(model, name=name)
     return SentencePieceVocabulary(model, has_specials=description.numbering is None, name=name)
-
-
-def write_tokenizer(
-    directory: Path,
-    *,
-    description: TokenizerDescription,
-    model: bytes | None,
-    target_model: bytes | None = None,
-) -> None:
-    """Write a tokenizer's files; ``model`` is None for bytes."""
-    (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(description))
-    for name, content in ((MODEL_NAME, model), (TARGET_MODEL_NAME, target_model)):
-        if content is not None:
-            (directory / name).write_bytes(content)
 
 
 def tokenizer_folder(artifact: Artifact) -> Path:
@@ -458,7 +412,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Read the contents of a tokenizer's files."""
     description = _read_description(directory)
     models = [_read(directory / name) for name in description.model_names]
-    return TokenizerFiles(description, *models) if models else TokenizerFiles(description, None)
+    return TokenizerFiles(description, *models)
 
 
 def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:

@@ -18,7 +18,8 @@ from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import read_position
 from pipeline.artifacts.shards import read_mixture
-from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.artifacts.run_folders import Position
-from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.resharding import Piece, write_pieces
 from pipeline.checkpoints.weights import write_weights
@@ -61,7 +62,7 @@ def make_checkpoint(
     )
     tokenizer_dir = directory.parent / f"tokenizer of {directory.name}"
     tokenizer_dir.mkdir()
-    write_tokenizer(tokenizer_dir, description=description, model=sentencepiece)
+    TokenizerFiles(description, sentencepiece).write(tokenizer_dir)
     tensors = list(change(weights_of(model)).items())
     with writing(directory, "checkpoint", "pretrain") as writer:
         for part in range(2):
