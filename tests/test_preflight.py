@@ -21,7 +21,6 @@ from pipeline.doctor import (
     driver_problem,
     file_system,
     judge_facts,
-    judge_sharing,
 )
 from pipeline.errors import EXIT_USER_ERROR, RankLost
 from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, read_ends
@@ -88,16 +87,6 @@ def test_driver_and_torch_that_do_not_agree_are_named_with_a_fix(
 ) -> None:
     problem = driver_problem(by_driver, in_torch, version="2.13.0", cuda=cuda)
     assert problem is None if expected is None else (problem or "").startswith(expected)
-
-
-def test_a_node_that_the_lock_does_not_keep_out_is_named() -> None:
-    found = [
-        {"node": "n1", "seconds": 0.1},
-        {"node": "n2", "seconds": 0.2, "excluded": True},
-        {"node": "n3", "seconds": 0.2, "excluded": False},
-    ]
-    (line,) = judge_sharing(found).problems
-    assert line.startswith("n3: the lock that n1 holds does not keep this node out")
 
 
 def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
