@@ -56,7 +56,6 @@ from pipeline.config.recipe import (
     with_defaults,
     without_settings,
 )
-from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 
 Work = Literal["training", "translation", "sharding"]
@@ -69,14 +68,6 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "sharding": ("sharding.json",),
 }
 """Kind of work → entries that only its run folder has."""
-EARLIER_CONTENTS = ("assembly.json",)
-"""Entries of run folders that earlier versions made of assemblies: of no kind of work today."""
-
-
-STACK_FILES = ("stacks/rank-*.txt", "stacks/nccl-rank-*")
-"""Files that a watchdog writes into a run folder, which it makes if there is none yet; the second
-ones are of earlier versions."""
-
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
 
 
@@ -89,7 +80,6 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
     if not os.path.lexists(directory):
         return
     others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
-    others += EARLIER_CONTENTS
     other = next((name for name in others if (directory / name).exists()), None)
     if directory.is_symlink() or not _is_marked(directory):
         problem = "was not made by a stage"
@@ -114,7 +104,7 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
-    for path in chain.from_iterable(map(directory.glob, STACK_FILES)):
+    for path in stacks_dir(directory).glob("rank-*.txt"):
         path.unlink()
     with suppress(OSError):  # there is none, or it is not empty
         stacks_dir(directory).rmdir()
@@ -149,7 +139,7 @@ def set_aside(out_dir: Path) -> Path:
 
 
 def stacks_dir(run_folder: Path) -> Path:
-    """Return the folder in which a watchdog writes the stacks of ranks that hang."""
+    """Return the folder of the stacks of ranks that hang; a watchdog may write it first."""
     return run_folder / "stacks"
 
 
@@ -403,21 +393,13 @@ class Position:
         """Return the fields as JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Any) -> "Position":
-        """Return the position of JSON fields; raise ValidationError if they are invalid."""
-        return TypeAdapter(cls).validate_python(values)
-
 
 def read_position(state: Artifact) -> Position:
     """Return the position of a training state; raise CheckpointError if its file is invalid."""
     path = state.file(PROGRESS_FILE)
     try:
-        return Position.from_json(state.read_json(PROGRESS_FILE))
+        return TypeAdapter(Position).validate_python(state.read_json(PROGRESS_FILE))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
         raise CheckpointError(
-            f"{path} describes no progress of a run ({where}: {first['msg']}). "
-            f"{how_to_restore(state.directory)}."
+            f"{path} describes no progress of a run. {how_to_restore(state.directory)}."
         ) from error

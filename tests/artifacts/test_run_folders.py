@@ -40,7 +40,7 @@ KILLED = 9
 def write_stacks(folder: Path) -> None:
     """As a watchdog does, which may come before the folder is claimed."""
     stacks_dir(folder).mkdir(parents=True)
-    for name in ("rank-0.txt", "rank-1.txt", "nccl-rank-0"):
+    for name in ("rank-0.txt", "rank-1.txt"):
         (stacks_dir(folder) / name).write_text("Thread 0x1:\n")
 
 

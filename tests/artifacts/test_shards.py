@@ -212,7 +212,7 @@ def test_a_truncated_shard_is_refused(inputs: Inputs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("offsets", "told"),
-    [([0, 2], r"de\.tokens has 5 bytes, which does not fit the 2"), ([0, 9, 2], "do not ascend")],
+    [([0, 2], r"de\.tokens has 5 bytes for 2 tokens"), ([0, 9, 2], "do not ascend")],
 )
 def test_two_files_of_a_side_that_do_not_fit_together_are_refused(
     offsets: list[int], told: str, tmp_path: Path
