@@ -94,21 +94,14 @@ class TokenizerDescription(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        named = {
-            "target_languages": self.target_languages,
-            "segmenters": self.segmenters,
-            "token_spellings": self.token_spellings,
-        }
-        for name, codes in named.items():
-            if not set(codes) <= set(self.languages):
-                raise ValueError(f"{name} must be among the languages")
+        known, numbering = set(self.languages), self.numbering
+        if list(self.languages) != sorted(known):
+            raise ValueError("languages must be sorted and differ from each other")
+        if not known.issuperset([*self.target_languages, *self.segmenters, *self.token_spellings]):
+            raise ValueError("targets, segmenters and spellings must be of these languages")
         if self.target_languages and self.kind == "bytes":
             raise ValueError("bytes are one vocabulary for all languages")
-        if list(self.languages) != sorted(set(self.languages)):
-            raise ValueError("languages must be sorted and differ from each other")
-        if self.numbering is not None and not (
-            set(self.languages) <= set(self.numbering.language_tokens)
-        ):
+        if numbering is not None and not known <= numbering.language_tokens.keys():
             raise ValueError("numbering.language_tokens must name all languages")
         return self
 
