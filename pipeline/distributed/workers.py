@@ -20,8 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from threading import Thread
-from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pipeline.distributed.process import held_back
 from pipeline.errors import ConfigError, Interrupted, UserError
@@ -115,13 +114,8 @@ class WorkerPool(Pool, ProcessPoolExecutor):
         with held_back((signal.SIGINT,)):
             return super().submit(function, *args, **kwargs)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, KeyboardInterrupt | Interrupted | GeneratorExit):
             self._kill()
             return
         if isinstance(error, BrokenProcessPool):
@@ -130,7 +124,7 @@ class WorkerPool(Pool, ProcessPoolExecutor):
                 "the stage again, with fewer --processes."
             ) from error
         try:
-            self.shutdown(cancel_futures=kind is not None)
+            self.shutdown(cancel_futures=error is not None)
         except BaseException:  # Ctrl-C while the calls in work are waited for
             self._kill()
             raise
@@ -160,16 +154,8 @@ class RankPool(Pool):
         """Let the ranks end, after the calls that they have begun."""
         self._ranks.shutdown(wait=wait, cancel_futures=cancel_futures)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
+        self.shutdown(wait=error is None, cancel_futures=error is not None)
 
 
 def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Pool:

@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Self
 
-from pipeline.distributed.process import handled_by, held_back
-from pipeline.distributed.world import LOOPBACK, World, free_port
+from pipeline.distributed.process import held_back
+from pipeline.distributed.world import LOOPBACK, StopFlag, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.job_endings import (
     REPORTS,
@@ -54,23 +53,12 @@ _SECONDS_TO_LOCK = 60.0
 """A folder without a lock is abandoned after this time: a launcher locks it after making it."""
 
 
-class StopRequests:
-    """Remembers signals to stop that arrive while children run, and forwards them.
-
-    A context manager; ``received`` is the first signal, or None.
-    """
+class StopRequests(StopFlag):
+    """Remembers signals to stop that arrive while children run, and forwards them."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        super().__init__()
         self._watched: list[list[subprocess.Popen[bytes]]] = []
-        self._handling = handled_by(self._forward)
-
-    def __enter__(self) -> Self:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
 
     def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
         """Forward signals to these children, too, including one already received."""
@@ -83,8 +71,8 @@ class StopRequests:
         with suppress(ValueError):  # not all of them were started
             self._watched.remove(children)
 
-    def _forward(self, number: signal.Signals) -> None:
-        self.received = self.received or number
+    def _note(self, number: signal.Signals) -> None:
+        super()._note(number)
         for children in [*self._watched]:  # another thread may forget some
             _signal_all(children, number)
 
