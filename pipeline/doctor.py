@@ -7,7 +7,7 @@ MPI, files that a node without network could not fetch, and disk space.
 The pre-flight ``python -m pipeline.doctor --out OUT`` takes seconds and names the node that fails.
 It is started as the stage will be, one process per rank, by the job of a stage or by hand. The
 ranks meet at a store on rank 0, not in a process group: a rank that never comes, or stops on the
-way, can then be named. They compare in three rounds (:func:`check`):
+way, can then be named. They compare, in rounds (:func:`check`):
 
 1. what each has: versions, code, GPUs seen by torch and by the driver;
 2. the folder of the output: write, sync, rename, see the files of all nodes, respect a lock;
@@ -535,17 +535,13 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
     """Return nodes with versions other than most nodes have; the first wins a tie."""
     problems: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for facts in found for name in facts.versions):
-        version_of = {f.node: f.versions[name] for f in reversed(found) if name in f.versions}
-        counts = Counter(version_of[node] for node in reversed(version_of))
-        usual = counts.most_common(1)[0][0]
-        example = next(f.node for f in found if f.versions.get(name) == usual)
+        versions = {f.node: f.versions[name] for f in found if name in f.versions}
+        usual = Counter(versions.values()).most_common(1)[0][0]
+        example = next(node for node, version in versions.items() if version == usual)
+        fix = "Give all nodes the same environment."
         problems += [
-            (
-                node,
-                f"{name} is {version}, and {usual} on {example}. Give all nodes the same "
-                "environment.",
-            )
-            for node, version in version_of.items()
+            (node, f"{name} is {version}, and {usual} on {example}. {fix}")
+            for node, version in versions.items()
             if version != usual
         ]
     return problems
