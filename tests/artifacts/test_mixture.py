@@ -94,18 +94,15 @@ def test_the_summary_has_the_pairs_most_and_least_repeated_or_left_out(tmp_path:
 
 
 PAIRS = {"de-en": {"probability": 1.0}}
-REFUSED: list[Any] = [
-    *({"pairs": pairs} for pairs in ({}, [], {"de-en": {"probability": 0.9}})),
-    *(
-        {"pairs": {"de-en": value}}
-        for value in ({"probability": 1.5}, {"probability": "1"}, {"share": 1.0}, 1.0)
-    ),
-    {"pairs": {"de-en": {"probability": 1.0, "forward": 2}}},
-    *({"phases": phases} for phases in ({}, [1], [{"pairs": PAIRS}])),
-    *({"phases": [{"from_update": begin, "pairs": PAIRS}]} for begin in (True, 1)),
-    {"phases": [{"from_update": 5, "pairs": {"de-en": {"probability": 0.5}}}]},
-    {"phases": [{"from_update": 5, "pairs": {"en-fr": PAIRS["de-en"]}}]},
-]
+HALF = {"de-en": {"probability": 0.5}}
+OF_DE_EN: list[Any] = [{"probability": 1.5}, {"probability": "1"}, {"share": 1.0}, 1.0]
+OF_DE_EN += [{"probability": 1.0, "forward": 2}]
+PHASES: list[Any] = [{}, [1], [{"pairs": PAIRS}]]
+PHASES += [[{"from_update": begin, "pairs": PAIRS}] for begin in (True, 1)]
+PHASES += [[{"from_update": 5, "pairs": pairs}] for pairs in (HALF, {"en-fr": PAIRS["de-en"]})]
+REFUSED: list[Any] = [{"pairs": {}}, {"pairs": []}, {"pairs": HALF}]
+REFUSED += [{"pairs": {"de-en": value}} for value in OF_DE_EN]
+REFUSED += [{"phases": phases} for phases in PHASES]
 
 
 @pytest.mark.parametrize("content", REFUSED)
