@@ -318,15 +318,13 @@ def is_abandoned(path: Path) -> bool:
 
 
 @contextmanager
-def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
+def exclusive(path: Path, *, what: str) -> Iterator[Lock]:
     """Hold the lock ``path`` of the folder ``what`` within the block; parent folders are made.
-
-    ``patience_seconds``: time to wait for a holder that may be about to end.
 
     Raises:
         ArtifactError: Another process holds the lock, or it cannot be made.
     """
-    claim = _Claim(path, what=what, give_up=time.monotonic() + patience_seconds)
+    claim = _Claim(path, what=what)
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -372,8 +370,6 @@ class _Claim:
 
     path: Path
     what: str
-    give_up: float
-    """Value of ``time.monotonic()`` from which on a live holder is no longer waited for."""
     lock: Lock | None = None
     _owner: Owner = field(default_factory=Owner.new)
     _seen: _Record | None = None
@@ -447,8 +443,6 @@ class _Claim:
                     )
                 self._has_said = True
                 return None
-        if time.monotonic() < self.give_up:
-            return None
         raise ArtifactError(
             f"{self.what} is being written by {owner}. Wait for it or stop it, then run again."
         )

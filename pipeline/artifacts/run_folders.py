@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.locks import Lock, exclusive, is_abandoned, sole_writer
+from pipeline.artifacts.locks import Lock, is_abandoned, sole_writer
 from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -143,6 +143,11 @@ def stacks_dir(run_folder: Path) -> Path:
     return run_folder / "stacks"
 
 
+def run_lock_path(run_folder: Path) -> Path:
+    """Return the lock of the output that a run folder belongs to."""
+    return lock_path(run_folder.with_name(run_folder.name.removesuffix(".run")))
+
+
 def states_dir(run_folder: Path) -> Path:
     """Return the folder of the training states."""
     return run_folder / "states"
@@ -237,7 +242,6 @@ def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, i
     return [*state.statistics.get("replanned", []), *([change] if change else [])]
 
 
-LOCK_NAME = "lock"
 NOTE_NAME = "removed-when-done"
 """File with the key (``artifact.stage_key``) of the output that makes the folder obsolete."""
 
@@ -281,8 +285,7 @@ def finish_removal(out_dir: Path) -> str | None:
             if kind in ("translations", "translated_text"):
                 remove_files(folder, TRANSLATION_FILES)
             elif kind is not None:
-                with exclusive(folder / LOCK_NAME, what=str(folder)):
-                    remove_contents(folder)
+                remove_contents(folder)
             is_empty = folder.is_dir() and {*entries(folder)} <= {MARKER_NAME}
             return remove_emptied(folder) if kind is not None or is_empty else None
     except (UserError, OSError) as error:
@@ -300,7 +303,7 @@ def _kind_if_due(out_dir: Path) -> Kind | None:
 
 
 def remove_contents(run_folder: Path) -> None:
-    """Remove states, best weights and curves; the caller holds the folder's lock."""
+    """Remove states, best weights and curves; the caller holds the output's lock."""
     artifacts = [*states_dir(run_folder).glob("update-*"), run_folder / "best", run_folder / "mean"]
     for place in artifacts:
         with suppress(ArtifactError):  # it has a user's files, which are named at the end
@@ -314,7 +317,7 @@ def remove_contents(run_folder: Path) -> None:
 
 
 def working_dir(out_dir: Path, lock: Lock | None) -> Path:
-    """Return the folder in which the holder of a run folder's lock builds an artifact of the run.
+    """Return the folder in which the holder of an output's lock builds an artifact of its run.
 
     Its name has the token of the lock: a rank of an earlier attempt that writes on, or cleans up,
     does not touch the folder of the present attempt.
@@ -334,8 +337,7 @@ def remove_emptied(run_folder: Path) -> str | None:
     remove_files(run_folder, (NOTE_NAME,))
     if not run_folder.exists():
         return None
-    ours = (MARKER_NAME, LOCK_NAME)  # the lock may be the next run's
-    others = [name for name in entries(run_folder) if name.partition("/")[0] not in ours]
+    others = [name for name in entries(run_folder) if name != MARKER_NAME]
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
