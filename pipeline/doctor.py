@@ -50,6 +50,7 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name
+from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import (
     World,
     discover,
@@ -86,7 +87,6 @@ MESSAGE_VALUES = 2**20
 """Values (of 4 bytes) that are reduced: more than a packet, few enough to be quick."""
 DISK_SECONDS = 2.0
 """Patience on a disk of the node itself, which shows a file at once or never."""
-_POLL_SECONDS = 0.02
 OF_ONE_NODE = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 """Types of file systems that no two nodes share."""
 _SHARED_FIX = "Name an --out on storage that all nodes share."
@@ -584,7 +584,7 @@ def _write_file(rounds: Rounds, folder: Path) -> dict[str, Any]:
         return found
     is_of_one_node = file_system(folder) in OF_ONE_NODE
     patience = min(rounds.patience, DISK_SECONDS) if is_of_one_node else rounds.patience
-    if not _await(folder.is_dir, patience=patience):
+    if not until(folder.is_dir, seconds=patience):
         raise ArtifactError(
             f"the folder that rank 0 made in {folder.parent} is not seen. {_SHARED_FIX}"
         )
@@ -605,7 +605,7 @@ def _see_files(found: Sequence[Mapping[str, Any]], folder: Path, *, patience: fl
     """Wait on rank 0 until it sees the files of all nodes, and judge what they found."""
     begun, first = time.monotonic(), found[0]["node"]
     of_nodes = [entry for entry in found if "file" in entry]
-    _await(lambda: all((folder / e["file"]).is_file() for e in of_nodes), patience=patience)
+    until(lambda: all((folder / e["file"]).is_file() for e in of_nodes), seconds=patience)
     problems: list[tuple[str, str]] = []
     for entry in of_nodes:
         if not (folder / entry["file"]).is_file():
@@ -639,16 +639,6 @@ def _existing(path: Path) -> Path:
     """Return a directory, or the nearest one above it that exists."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
-
-
-def _await(condition: Callable[[], bool], *, patience: float) -> bool:
-    """Return whether a condition becomes true in time."""
-    until = time.monotonic() + patience
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _is_locked_out(folder: Path) -> bool:

@@ -9,13 +9,13 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import World, refuse_taken_port
 from pipeline.errors import RankLost, UserError
 from pipeline.terminal import listed
@@ -27,7 +27,6 @@ LONGER = 1.25
 """Factor by which rank 0 waits longer than the others, who then say first what they lack."""
 LEAVING_SECONDS = 5.0
 """Time that rank 0 keeps the store for ranks that still read the outcome."""
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,9 @@ class Rounds:
     def leave(self) -> None:
         """Tell rank 0 that this rank is done; rank 0 waits for all, since it holds the store."""
         with suppress(RuntimeError):
-            gone = self.store.add("gone", 1)
-            until = time.monotonic() + LEAVING_SECONDS
-            while self.world.rank == 0 and gone < self.world.size and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
-                gone = self.store.add("gone", 0)
+            self.store.add("gone", 1)
+            if self.world.rank == 0:
+                until(lambda: self.store.add("gone", 0) >= self.world.size, seconds=LEAVING_SECONDS)
 
 
 def _attempt(act: Callable[[], Any], *, node: str) -> dict[str, Any]:

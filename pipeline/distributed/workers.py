@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from threading import Thread
 from typing import Any, ParamSpec, TypeVar
@@ -36,24 +36,18 @@ _STARTERS = {"mpi4py.futures", "pipeline.jobs.inside_job"}
 """Modules that start a stage with other ranks."""
 
 
-class _Shared:
-    """The value that the tasks of a pool share, in a worker."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    @cached_property
-    def value(self) -> Any:
-        """Unpickle it when a task needs it: the task then fails with the error, not the pool."""
-        return pickle.loads(self._pickled)
-
-
-_received: list[_Shared] = []
-"""In a worker, the value that its present pool sent."""
+_received: list[bytes] = []
+"""In a worker, the pickled value that its present pool sent."""
 
 
 def _receive(pickled: bytes) -> None:
-    _received[:] = [_Shared(pickled)]
+    _received[:] = [pickled]
+
+
+@lru_cache(maxsize=1)
+def _unpickled(pickled: bytes) -> Any:
+    """Unpickle a value when a task needs it: the task then fails with the error, not the pool."""
+    return pickle.loads(pickled)
 
 
 def _die_with_parent() -> None:
@@ -72,7 +66,7 @@ def _start_worker(pickled: bytes) -> None:
 
 
 def _call(function: Callable[[C, S], T], task: S) -> T:
-    return function(_received[0].value, task)
+    return function(_unpickled(_received[0]), task)
 
 
 def with_shared(function: Callable[[C, S], T]) -> Callable[[S], T]:

@@ -33,9 +33,6 @@ _RUNS = {
 }
 _SILENCE = re.compile("Unable to contact|timed out|temporarily|Zero Bytes|Connection refused")
 """Answers of an sbatch that reaches no controller."""
-_FIELD = re.compile(
-    r"(?:^| )(JobName|Comment|JobState|Reason|Restarts|SubmitTime|StartTime|EndTime)=(\S*)"
-)
 
 NEVER_SATISFIED = "DependencyNeverSatisfied"
 """Reason for which SLURM cancels a job."""
@@ -247,11 +244,15 @@ def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def job_fields(text: str) -> dict[str, str]:
+    """Return the fields ``NAME=VALUE`` of ``scontrol --oneliner show job``."""
+    found = re.findall(r"(?:^| )([^\s=]+)=(\S*)", text.partition("\n")[0])
+    return dict(reversed(found))  # the first counts: a command of the user's may have its like
+
+
 def _parsed(job_id: str, text: str) -> SlurmJob | None:
     """Return the job that a line of ``scontrol -o show job`` describes."""
-    fields: dict[str, str] = {}
-    for name, value in _FIELD.findall(text.splitlines()[0] if text else ""):
-        fields.setdefault(name, value)
+    fields = job_fields(text)
     if "JobState" not in fields:
         return None
     state, reason = fields["JobState"], fields.get("Reason", "")
