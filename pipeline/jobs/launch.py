@@ -8,7 +8,6 @@ ranks met it.
 """
 
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
@@ -17,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from pipeline.artifacts.locks import exclusive, is_abandoned
 from pipeline.distributed.process import held_back
 from pipeline.distributed.world import LOOPBACK, StopFlag, World, free_port
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError
 from pipeline.jobs.job_endings import (
     REPORTS,
     TOLD_TO_END,
@@ -49,8 +49,9 @@ _SETTLE_SECONDS = 0.25
 """Seconds to wait for the rank that is the cause: it can end a moment after one that it left."""
 _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "mmnmt-reports-"
+_LOCK_NAME = "lock"
 _SECONDS_TO_LOCK = 60.0
-"""A folder without a lock is abandoned after this time: a launcher locks it after making it."""
+"""Seconds in which a launcher has locked its folder, whose lock looks abandoned before."""
 
 
 class StopRequests(StopFlag):
@@ -126,35 +127,19 @@ def launch(
 
 @contextmanager
 def _reports_folder() -> Iterator[str]:
-    """Make a temporary folder for reports, and remove folders of launchers that were killed.
-
-    A launcher locks its folder: the lock ends with the process, even after kill -9.
-    """
+    """Make a temporary folder for reports, and remove folders of launchers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
-                os.close(_lock(folder))
+        with suppress(OSError):  # another user's
+            is_old = time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
+            if is_old and is_abandoned(folder / _LOCK_NAME):
                 shutil.rmtree(folder)
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
-        locked = None
-        with suppress(OSError):  # a file system without locks: nobody can take this for abandoned
-            locked = _lock(Path(name))
-        try:
-            yield name
-        finally:
-            if locked is not None:
-                os.close(locked)
-
-
-def _lock(folder: Path) -> int:
-    """Return an open file that holds the lock of a folder; raise OSError if it is held already."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name,
+        ExitStack() as stack,
+    ):
+        with suppress(ArtifactError):  # a full disk; nobody takes a folder without lock for left
+            stack.enter_context(exclusive(Path(name, _LOCK_NAME), what=name))
+        yield name
 
 
 def _conclude(
