@@ -167,11 +167,10 @@ _WORK_FILES = (
     f"states/update-*/{MANIFEST_NAME}",
     "rank-*.jsonl",
     "chunk-*.jsonl",
-    "*.safetensors",
     "pair.*/finished.json",
 )
 """Files of a run folder from which a stage resumes: complete training states, translated lines,
-finished weights of an assembly, finished pairs of shards."""
+finished pairs of shards."""
 
 
 def saved_work(out_dir: Path) -> set[str]:

@@ -176,7 +176,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
-    size = _first(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), otherwise=1)
+    size = _first(environment, _SIZE_NAMES["SLURM_PROCID"])
     port = slurm_port(_integer(environment, "SLURM_JOB_ID"))
     return World(
         rank=_integer(environment, "SLURM_PROCID"),
@@ -278,10 +278,10 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         ) from error
 
 
-def _first(environment: Mapping[str, str], names: Sequence[str], *, otherwise: int = 0) -> int:
-    """Return the first of some variables that is set."""
+def _first(environment: Mapping[str, str], names: Sequence[str]) -> int:
+    """Return the first of some variables that is set; 1 without any."""
     found = next((name for name in names if name in environment), None)
-    return otherwise if found is None else _integer(environment, found)
+    return 1 if found is None else _integer(environment, found)
 
 
 def _port(environment: Mapping[str, str]) -> int:
