@@ -85,10 +85,6 @@ PATIENCE_SECONDS = 60.0
 """Time in which ranks must arrive, and files must be seen on other nodes."""
 MESSAGE_VALUES = 2**20
 """Values (of 4 bytes) that are reduced: more than a packet, few enough to be quick."""
-DISK_SECONDS = 2.0
-"""Patience on a disk of the node itself, which shows a file at once or never."""
-OF_ONE_NODE = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-"""Types of file systems that no two nodes share."""
 _SHARED_FIX = "Name an --out on storage that all nodes share."
 
 
@@ -582,9 +578,7 @@ def _write_file(rounds: Rounds, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"node": rounds.node}
     if rounds.world.local_rank != 0:
         return found
-    is_of_one_node = file_system(folder) in OF_ONE_NODE
-    patience = min(rounds.patience, DISK_SECONDS) if is_of_one_node else rounds.patience
-    if not until(folder.is_dir, seconds=patience):
+    if not until(folder.is_dir, seconds=rounds.patience):
         raise ArtifactError(
             f"the folder that rank 0 made in {folder.parent} is not seen. {_SHARED_FIX}"
         )
@@ -621,18 +615,6 @@ def _see_files(found: Sequence[Mapping[str, Any]], folder: Path, *, patience: fl
             problems.append((entry["node"], text))
     seconds = time.monotonic() - begun
     return Judgment(merged(problems), f"files seen by all nodes after {seconds:.2f} s")
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that a path is or would be on; empty if unknown."""
-    device = _existing(path).stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            mount, _, about = line.partition(" - ")
-            if mount.split()[2] == number:
-                return about.split()[0]
-    return ""
 
 
 def _existing(path: Path) -> Path:
