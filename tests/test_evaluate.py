@@ -28,7 +28,7 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
@@ -125,7 +125,7 @@ def stage_call(
     recipe = Recipe(name="test", training=training, evaluation=settings)
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
     inputs |= more or {}
-    raw = {} if comet is None else {"comet": RawPaths((comet,))}
+    raw = {} if comet is None else {"comet": RawInput((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
         stage=stage,

@@ -10,7 +10,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline.artifacts import artifact
 from pipeline.artifacts.artifact import read_manifest
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 
@@ -23,7 +23,7 @@ def run(folder: Path) -> tuple[int, list[str]]:
     placed = resolve_plan(
         load_plan(str(folder / "plan.toml")),
         out_dir=folder / "runs",
-        given={"text": RawPaths((folder / "raw",))},
+        given={"text": RawInput((folder / "raw",))},
     )
     return run_plan(placed, launcher=in_this_process, say=said.append), said
 

@@ -16,7 +16,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import run_dir
-from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
 from pipeline.jobs.job_endings import RankEnd, Start, Verdict, write_end, write_start, write_verdict
@@ -93,7 +93,7 @@ def tiny(folder: Path, **changes: Mapping[str, Any]) -> ResolvedPlan:
         load_plan(str(folder / "plan.toml")),
         out_dir=folder / "run",
         overrides=changes,
-        given={"text": RawPaths((folder / "text",))},
+        given={"text": RawInput((folder / "text",))},
     )
 
 
@@ -365,11 +365,11 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
     slurm.become(first["corpus"], "RUNNING")
     monkeypatch.chdir(tmp_path)
     for same in (Path("text"), tmp_path / "other" / ".." / "text"):
-        submit(replace(plan, given={"text": RawPaths((same,))}))
+        submit(replace(plan, given={"text": RawInput((same,))}))
         assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
-    places = [RawPaths((tmp_path / "other",)), RawPaths((tmp_path / "text", tmp_path / "more"))]
-    inputs: list[RawInput] = [*places, *(HubDataset("our/text", commit * 40) for commit in "ab")]
-    for given in inputs:
+    places = [RawInput((tmp_path / "other",)), RawInput((tmp_path / "text", tmp_path / "more"))]
+    datasets = [RawInput(dataset=HubDataset("our/text", commit * 40)) for commit in "ab"]
+    for given in places + datasets:
         before = slurm.ids()
         slurm.become(before["corpus"], "RUNNING")
         said = submit(replace(plan, given={"text": given}))
