@@ -19,12 +19,13 @@ from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
+from pipeline.jobs import slurm_commands
 from pipeline.jobs.job_endings import RankEnd, Start, Verdict, write_end, write_start, write_verdict
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
 from pipeline.jobs.site import Site
-from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import SlurmJob, look_up
 from pipeline.jobs.submission import (
     RECORD_NAME,
     cancel_jobs,
@@ -418,8 +419,9 @@ def test_a_scheduler_that_is_silent_or_absent_is_one_sentence(
     show_jobs(graph(out), say=(said := list[str]()).append)
     assert "States of jobs are unknown. SLURM gives scontrol no answer" in said[1]
     (slurm.bin / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    monkeypatch.setattr(slurm_commands, "ANSWER_SECONDS", 0.2)
     with pytest.raises(SchedulerError, match="no answer \\(nothing in 0 s\\)"):
-        submit(graph(out), scheduler=Scheduler(answer_seconds=0.2))
+        submit(graph(out))
     monkeypatch.setenv("PATH", str(out))
     with pytest.raises(SchedulerError, match="There is no scontrol on this machine"):
         submit(graph(out))
@@ -434,7 +436,7 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     submit_plan(graph(out), site, say=lambda _: None)
     (out / RECORD_NAME).unlink()
     theirs = install(tmp_path / "two", monkeypatch)
-    said = shown(graph(out), site, scheduler=Scheduler())
+    said = shown(graph(out), site)
     assert not theirs.jobs
     subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
     assert theirs.jobs == ours.jobs
@@ -474,7 +476,7 @@ def test_commands_are_shown_with_a_warning_where_slurm_does_not_tell_the_jobs(
     slurm.set(down=down)
     with pytest.raises(SchedulerError):
         submit(graph(out))
-    said = shown(graph(out), scheduler=Scheduler())
+    said = shown(graph(out))
     assert said[0].startswith("# States of jobs are unknown: no stage counts as submitted. ")
     assert told in said[0]
     assert sum(line.startswith("job_") for line in said) == len(graph(out).tasks)
@@ -563,18 +565,20 @@ def test_a_finished_stage_whose_settings_change_is_stale_and_did_not_fail(
     assert status(changed)["corpus"].startswith("corpus stale corpus.max_train_lines: ")
 
 
-def test_a_stage_that_ends_meanwhile_is_done(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_a_stage_that_ends_meanwhile_is_done(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolved = tiny(tmp_path).chosen(only=["corpus"])
     submit(resolved)
 
-    class Slow(Scheduler):
-        def job(self, job_id: str) -> SlurmJob | None:
-            make(resolved)
-            slurm.become(job_id, "COMPLETED")
-            return super().job(job_id)
+    def look_up_slowly(job_id: str) -> SlurmJob | None:
+        make(resolved)
+        slurm.become(job_id, "COMPLETED")
+        return look_up(job_id)
 
+    monkeypatch.setattr(slurm_commands, "look_up", look_up_slowly)
     said: list[str] = []
-    show_jobs(resolved, scheduler=Slow(), say=said.append)
+    show_jobs(resolved, say=said.append)
     assert said[0].splitlines()[2].split()[:2] == ["corpus", "done"]
 
 
