@@ -25,11 +25,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from sentencepiece import (
-    SentencePieceNormalizer,
-    SentencePieceProcessor,
-    SentencePieceTrainer,
-)
+from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor, SentencePieceTrainer
 
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
@@ -387,10 +383,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
             max_sentence_length=MAX_LINE_BYTES,
-            pad_id=SPECIALS["pad"],
-            bos_id=SPECIALS["bos"],
-            eos_id=SPECIALS["eos"],
-            unk_id=SPECIALS["unk"],
+            **{f"{name}_id": index for name, index in SPECIALS.items()},
             num_threads=THREADS,
             seed_sentencepiece_size=min(max(SEEDS_PER_PIECE * side.size, LEAST_SEEDS), MOST_SEEDS),
             minloglevel=2,

@@ -14,10 +14,7 @@ from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
 from support.stage_runs import run_stage
 
-from pipeline.artifacts.artifact import (
-    Artifact,
-    open_artifact,
-)
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,

@@ -15,11 +15,7 @@ from support.forked import Started, started_code
 
 from pipeline.distributed.rounds import Rounds, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
-from pipeline.doctor import (
-    Facts,
-    driver_problem,
-    judge_facts,
-)
+from pipeline.doctor import Facts, driver_problem, judge_facts
 from pipeline.errors import EXIT_USER_ERROR, RankLost
 from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, read_ends
 

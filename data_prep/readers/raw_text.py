@@ -25,12 +25,7 @@ from typing import NamedTuple, get_args
 
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.raw_input import (
-    RawInput,
-    iterate_raw_lines,
-    named_files,
-    plain_name,
-)
+from pipeline.artifacts.raw_input import RawInput, iterate_raw_lines, named_files, plain_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 from pipeline.terminal import counted, listed

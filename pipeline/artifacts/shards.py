@@ -24,13 +24,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import (
-    Direction,
-    Split,
-    is_synthetic,
-    languages,
-    line_counts,
-)
+from pipeline.artifacts.corpus import Direction, Split, is_synthetic, languages, line_counts
 from pipeline.artifacts.manifest import Manifest
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -10,7 +10,6 @@ or ``__de__`` in a sentence is text.
 
 import hashlib
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from sentencepiece import SentencePieceProcessor
 
 from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
-from pipeline.artifacts.spelling import message_field
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -36,6 +34,7 @@ from pipeline.artifacts.vocabularies import (
     SentencePieceVocabulary,
     SourceAndTargetVocabulary,
     Vocabulary,
+    piece_field,
     text_pieces,
 )
 from pipeline.batching.settings import TagScheme
@@ -437,10 +436,6 @@ def _read(path: Path) -> bytes:
     return read_bytes(path, limit=limit, fix=fix)
 
 
-_CONTROL_TYPE = b"\x18\x03"
-"""Field 3 of a piece, its type: control. Without the field, a piece is an ordinary one."""
-
-
 def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
     """Return the vocabulary with more languages; their tokens are new ids after all others."""
     numbering = _numbering(files)
@@ -486,13 +481,6 @@ def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
         piece_field(piece, score=score) for piece, score in added.items()
     )
     return TokenizerFiles(files.description.model_copy(update={"numbering": numbering}), model)
-
-
-def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
-    """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
-    text = piece.encode()
-    body = message_field(b"\x0a", text) + b"\x15" + struct.pack("<f", score)
-    return message_field(b"\x0a", body + _CONTROL_TYPE * control)
 
 
 def _numbering(files: TokenizerFiles) -> Numbering:

@@ -5,6 +5,7 @@ bytes), SentencePiece models over UTF-8 bytes, and plain bytes. Any sequence of 
 invalid UTF-8 is dropped and counted.
 """
 
+import struct
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, Protocol, Self
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sentencepiece import SentencePieceProcessor
 
-from pipeline.artifacts.spelling import with_any_rule
+from pipeline.artifacts.spelling import message_field, with_any_rule
 from pipeline.errors import ArtifactError
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -436,3 +437,14 @@ def has_nbest(processor: SentencePieceProcessor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+_CONTROL_TYPE = b"\x18\x03"
+"""Field 3 of a piece, its type: control. Without the field, a piece is an ordinary one."""
+
+
+def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
+    """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
+    text = piece.encode()
+    body = message_field(b"\x0a", text) + b"\x15" + struct.pack("<f", score)
+    return message_field(b"\x0a", body + _CONTROL_TYPE * control)

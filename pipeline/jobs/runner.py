@@ -11,12 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline.artifacts.artifact import (
-    MANIFEST_NAME,
-    open_artifact,
-    read_manifest,
-    refuse_changed,
-)
+from pipeline.artifacts.artifact import MANIFEST_NAME, open_artifact, read_manifest, refuse_changed
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import run_dir

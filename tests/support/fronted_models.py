@@ -34,6 +34,5 @@ def fronted_byte_spec(front: Mapping[str, Any], **settings: Any) -> ModelSpec:
     """The same over bytes, with the ids of the tokenizer that ``make_checkpoint`` gives."""
     model = {**settings.pop("model", {}), "front": front}
     plain = byte_spec(model=model, **settings)
-    description = bytes_of(plain.languages)
-    marks = marks_of_vocabulary(plain.model, TokenizerFiles(description).build())
+    marks = marks_of_vocabulary(plain.model, TokenizerFiles(bytes_of(plain.languages)).build())
     return plain.model_copy(update=marks)

@@ -32,10 +32,9 @@ def byte_spec(**settings: Any) -> ModelSpec:
     """A tiny model over bytes, with the ids of the tokenizer that :func:`make_checkpoint` gives."""
     spec = tiny_spec(**settings)
     languages = tuple(sorted(spec.languages))
-    size = ByteVocabulary.size + len(languages)
-    return spec.model_copy(
-        update={"vocabulary_size": size, "pad_id": ByteVocabulary.pad_id, "languages": languages}
-    )
+    size, pad_id = ByteVocabulary.size + len(languages), ByteVocabulary.pad_id
+    update = {"vocabulary_size": size, "pad_id": pad_id, "languages": languages}
+    return spec.model_copy(update=update)
 
 
 def weights_of(model: Transformer) -> Weights:
@@ -61,7 +60,6 @@ def make_checkpoint(
         }
     )
     tokenizer_dir = directory.parent / f"tokenizer of {directory.name}"
-    tokenizer_dir.mkdir()
     TokenizerFiles(description, sentencepiece).write(tokenizer_dir)
     tensors = list(change(weights_of(model)).items())
     with writing(directory, "checkpoint", "pretrain") as writer:
