@@ -590,7 +590,7 @@ def _write_file(rounds: Rounds, folder: Path) -> dict[str, Any]:
 
 
 def _see_files(found: Sequence[Mapping[str, Any]], folder: Path, *, patience: float) -> Judgment:
-    """Wait on rank 0 until it sees the files of all nodes, and judge what they found."""
+    """Wait on rank 0 until it sees the files of all nodes, and judge the findings."""
     begun, first = time.monotonic(), found[0]["node"]
     of_nodes = [entry for entry in found if "file" in entry]
     until(lambda: all((folder / e["file"]).is_file() for e in of_nodes), seconds=patience)

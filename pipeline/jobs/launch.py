@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "mmnmt-reports-"
 _LOCK_NAME = "lock"
 _SECONDS_TO_LOCK = 60.0
-"""Seconds in which a launcher has locked its folder, whose lock looks abandoned before."""
+"""Seconds after which a launcher has locked its folder; before, the lock may look abandoned."""
 
 
 class StopRequests(StopFlag):
