@@ -375,6 +375,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
     lines = remember_failure(tracked, failures)
     if config.kind == "byte_bpe":
         lines = chain([BYTE_LINE], map(write_bytes, lines))  # the first line has every byte
+    special_ids: dict[str, Any] = {f"{name}_id": index for name, index in SPECIALS.items()}
     try:
         SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -383,7 +384,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
             max_sentence_length=MAX_LINE_BYTES,
-            **{f"{name}_id": index for name, index in SPECIALS.items()},
+            **special_ids,
             num_threads=THREADS,
             seed_sentencepiece_size=min(max(SEEDS_PER_PIECE * side.size, LEAST_SEEDS), MOST_SEEDS),
             minloglevel=2,

@@ -138,7 +138,9 @@ class Tokenizer:
         language_ids: Mapping[str, int],
         size: int,
         fingerprint: str,
-        target: "TargetSide | None" = None,
+        target_languages: tuple[str, ...] = (),
+        target_vocabulary: Vocabulary | None = None,
+        output_size: int | None = None,
         segmenters: Mapping[str, SegmenterRecord] | None = None,
     ) -> None:
         self.languages = tuple(sorted(language_ids))
@@ -148,11 +150,11 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.fingerprint = fingerprint
-        self.target_languages = () if target is None else target.languages
-        self.output_size = None if target is None else target.output_size
+        self.target_languages = target_languages
+        self.output_size = output_size
         self.segmenters = dict(segmenters or {})
         self._vocabulary = vocabulary
-        self._target_vocabulary = vocabulary if target is None else target.vocabulary
+        self._target_vocabulary = target_vocabulary or vocabulary
         self._language_ids = dict(language_ids)
         self._languages_by_id = {index: code for code, index in language_ids.items()}
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
@@ -255,16 +257,6 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class TargetSide:
-    """Vocabulary of the languages that are translated into."""
-
-    languages: tuple[str, ...]
-    vocabulary: Vocabulary
-    output_size: int
-    """Number of ids, counted from 0, that translations consist of."""
-
-
-@dataclass(frozen=True)
 class Tags:
     """Ids that tell the model the languages, around the source and as the start of the target.
 
@@ -331,20 +323,21 @@ class TokenizerFiles:
         """Build the tokenizer of these files."""
         description, numbering = self.description, self.description.numbering
         languages = description.languages
-        vocabulary, target = _vocabulary(description, self.model), None
+        vocabulary = _vocabulary(description, self.model)
+        target: Vocabulary | None = None
+        output_size: int | None = None
         if self.target_model is not None:
             source = vocabulary
             own = _vocabulary(description, self.target_model, name=TARGET_MODEL_NAME)
             vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
-            encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
-            if numbering is not None:
-                encoder = RenumberedVocabulary(encoder, numbering)
-            target = TargetSide(description.target_languages, encoder, output_size=own.size)
+            target = SourceAndTargetVocabulary(source, own, encodes="target")
+            output_size = own.size
         if numbering is None:
             size = vocabulary.size + len(languages)
             language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
         else:
             vocabulary = RenumberedVocabulary(vocabulary, numbering)
+            target = RenumberedVocabulary(target, numbering) if target else None
             size = numbering.size
             language_ids = {code: numbering.language_tokens[code] for code in languages}
         # Spellings decide no id: a vocabulary with and without them is interchangeable.
@@ -355,7 +348,9 @@ class TokenizerFiles:
             language_ids=language_ids,
             size=size,
             fingerprint=hashlib.sha256(content).hexdigest(),
-            target=target,
+            target_languages=description.target_languages if target else (),
+            target_vocabulary=target,
+            output_size=output_size,
             segmenters=description.segmenters,
         )
 
