@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
     "pipeline/evaluation": 4_926,  # 3,900
-    "data_prep": 6_730,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_697,  # 3,550: 3,900 without settings.py
+    "data_prep": 6_731,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "pipeline/artifacts": 4_690,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_735,  # 3,000
     "pipeline/kernels": 4_999,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
@@ -40,7 +40,7 @@ LINES = {
     "pipeline/distributed": 1_617,  # 1,200
     "pipeline/extensions/analysis": 1_298,  # 1,000
     "pipeline/stages": 1_209,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
-    "pipeline": 3_815,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_808,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
     "pipeline data_prep": 59_646,  # 46,000: all of the above
