@@ -39,8 +39,8 @@ from typing import Any, Literal
 
 from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.digests import why_no_data
-from pipeline.artifacts.locks import sole_writer
-from pipeline.artifacts.places import discard_working, lock_path, make_working, probe_dir, sync
+from pipeline.artifacts.locks import lock_path, sole_writer
+from pipeline.artifacts.places import discard_working, make_working, probe_dir, sync
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name

@@ -21,7 +21,7 @@ from shlex import quote
 from typing import Any, TypeAlias
 
 from pipeline.artifacts.digests import are_intact, file_records, raw_digest
-from pipeline.artifacts.locks import held_lock, refuse_if_lost
+from pipeline.artifacts.locks import held_lock, lock_path, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -42,7 +42,6 @@ from pipeline.artifacts.places import (
     discard_working,
     files_below,
     link_or_copy,
-    lock_path,
     make_working,
     refuse_inputs,
     refuse_to_overwrite,

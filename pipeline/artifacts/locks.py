@@ -36,7 +36,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.artifacts.places import lock_path
 from pipeline.distributed.process import Silence, deferred, held_back
 from pipeline.errors import ArtifactError, unwritable
 
@@ -354,6 +353,11 @@ def exclusive(path: Path, *, what: str) -> Iterator[Lock]:
             except BaseException:  # a signal that arrives here
                 claim.lock.release()
                 raise
+
+
+def lock_path(out_dir: Path) -> Path:
+    """Return the lock of an output."""
+    return out_dir.parent / f".{out_dir.name}.lock"
 
 
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:

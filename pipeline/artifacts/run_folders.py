@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.locks import Lock, is_abandoned, sole_writer
+from pipeline.artifacts.locks import Lock, is_abandoned, lock_path, sole_writer
 from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -39,7 +39,6 @@ from pipeline.artifacts.places import (
     entries,
     free_place_aside,
     is_plain,
-    lock_path,
     refuse_to_overwrite,
     remove_artifact,
     replaced_dir,

@@ -40,12 +40,11 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import Lock, held_lock, refuse_if_lost, sole_writer
+from pipeline.artifacts.locks import Lock, held_lock, lock_path, refuse_if_lost, sole_writer
 from pipeline.artifacts.manifest import run_dir, updates_of_name
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
-    lock_path,
     make_working,
     remove_artifact,
     replace_directory,

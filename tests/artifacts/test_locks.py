@@ -26,8 +26,15 @@ from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.locks import ATTEMPT_VARIABLE, Lock, Owner, exclusive, sole_writer
-from pipeline.artifacts.places import lock_path, make_working, unfinished_dir
+from pipeline.artifacts.locks import (
+    ATTEMPT_VARIABLE,
+    Lock,
+    Owner,
+    exclusive,
+    lock_path,
+    sole_writer,
+)
+from pipeline.artifacts.places import make_working, unfinished_dir
 from pipeline.errors import ArtifactError
 
 Capture = pytest.CaptureFixture[str]

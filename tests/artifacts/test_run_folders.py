@@ -15,9 +15,9 @@ from support.folder_listing import names_in
 from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts.artifact import Kind, open_artifact
-from pipeline.artifacts.locks import Owner, exclusive, sole_writer
+from pipeline.artifacts.locks import Owner, exclusive, lock_path, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME, run_dir
-from pipeline.artifacts.places import lock_path, replaced_dir, unfinished_dir
+from pipeline.artifacts.places import replaced_dir, unfinished_dir
 from pipeline.artifacts.run_folders import (
     announce_removal,
     claim_run_folder,
