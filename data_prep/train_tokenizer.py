@@ -25,11 +25,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from sentencepiece import (
-    SentencePieceNormalizer,
-    SentencePieceProcessor,
-    SentencePieceTrainer,
-)
+from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor, SentencePieceTrainer
 
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
@@ -44,7 +40,6 @@ from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.shards import lines_per_language
 from pipeline.artifacts.spelling import rule_of, with_any_rule, with_rule
 from pipeline.artifacts.tokenizer import (
-    SPECIALS,
     Tokenizer,
     TokenizerDescription,
     TokenizerFiles,
@@ -53,7 +48,14 @@ from pipeline.artifacts.tokenizer import (
     with_languages,
     with_pieces_of,
 )
-from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
+from pipeline.artifacts.vocabularies import (
+    BYTE_LINE,
+    SPACE,
+    SPECIALS,
+    has_nbest,
+    text_pieces,
+    write_bytes,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import codes_of_setting
 from pipeline.seeds import derive_seed
@@ -373,6 +375,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
     lines = remember_failure(tracked, failures)
     if config.kind == "byte_bpe":
         lines = chain([BYTE_LINE], map(write_bytes, lines))  # the first line has every byte
+    special_ids: dict[str, Any] = {f"{name}_id": index for name, index in SPECIALS.items()}
     try:
         SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -381,10 +384,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
             max_sentence_length=MAX_LINE_BYTES,
-            pad_id=SPECIALS["pad"],
-            bos_id=SPECIALS["bos"],
-            eos_id=SPECIALS["eos"],
-            unk_id=SPECIALS["unk"],
+            **special_ids,
             num_threads=THREADS,
             seed_sentencepiece_size=min(max(SEEDS_PER_PIECE * side.size, LEAST_SEEDS), MOST_SEEDS),
             minloglevel=2,

@@ -7,7 +7,7 @@ MPI, files that a node without network could not fetch, and disk space.
 The pre-flight ``python -m pipeline.doctor --out OUT`` takes seconds and names the node that fails.
 It is started as the stage will be, one process per rank, by the job of a stage or by hand. The
 ranks meet at a store on rank 0, not in a process group: a rank that never comes, or stops on the
-way, can then be named. They compare in three rounds (:func:`check`):
+way, can then be named. They compare, in rounds (:func:`check`):
 
 1. what each has: versions, code, GPUs seen by torch and by the driver;
 2. the folder of the output: write, sync, rename, see the files of all nodes, respect a lock;
@@ -19,7 +19,6 @@ has not yet run here on more than one GPU. ``mmnmt doctor`` runs the rounds with
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -30,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -39,11 +38,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.settings import SEGMENTERS
-from pipeline.artifacts.locks import sole_writer
+from pipeline.artifacts.locks import lock_path, sole_writer
 from pipeline.artifacts.manifest import why_no_data
 from pipeline.artifacts.places import (
     discard_working,
-    lock_path,
     make_working,
     probe_dir,
     sync,
@@ -51,6 +49,7 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name
+from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import (
     World,
     discover,
@@ -85,11 +84,7 @@ PATIENCE_SECONDS = 60.0
 """Time in which ranks must arrive, and files must be seen on other nodes."""
 MESSAGE_VALUES = 2**20
 """Values (of 4 bytes) that are reduced: more than a packet, few enough to be quick."""
-DISK_SECONDS = 2.0
-"""Patience on a disk of the node itself, which shows a file at once or never."""
-_POLL_SECONDS = 0.02
-OF_ONE_NODE = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-"""Types of file systems that no two nodes share."""
+_SHARED_FIX = "Name an --out on storage that all nodes share."
 
 
 @dataclass(frozen=True)
@@ -397,15 +392,21 @@ def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) ->
         UserError: rank 0 cannot be reached, or its port is taken.
     """
     rounds = Rounds(world, patience=patience)
-    steps: tuple[tuple[Callable[[], Any], Callable[[list[Any]], Judgment]], ...] = (
-        (lambda: asdict(find_facts(world)), lambda found: judge_facts([Facts(**f) for f in found])),
-        (lambda: _share(rounds, out_dir), judge_sharing),
-        (lambda: _exchange(rounds), lambda found: Judgment((), f"all {len(found)} connected")),
+    steps: tuple[Callable[[], Judgment], ...] = (
+        lambda: rounds.round(
+            lambda: asdict(find_facts(world)),
+            lambda found: judge_facts([Facts(**facts) for facts in found]),
+        ),
+        lambda: _share(rounds, probe_dir(out_dir)),
+        lambda: rounds.round(
+            lambda: _exchange(rounds),
+            lambda found: Judgment((), f"all {len(found)} connected"),
+        ),
     )
     said: list[str] = []
     try:
-        for number, (act, judge) in enumerate(steps):
-            judgment = rounds.round(number, act, judge)
+        for step in steps:
+            judgment = step()
             if judgment.problems:
                 return judgment
             said.append(judgment.summary)
@@ -529,17 +530,13 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
     """Return nodes with versions other than most nodes have; the first wins a tie."""
     problems: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for facts in found for name in facts.versions):
-        version_of = {f.node: f.versions[name] for f in reversed(found) if name in f.versions}
-        counts = Counter(version_of[node] for node in reversed(version_of))
-        usual = counts.most_common(1)[0][0]
-        example = next(f.node for f in found if f.versions.get(name) == usual)
+        versions = {f.node: f.versions[name] for f in found if name in f.versions}
+        usual = Counter(versions.values()).most_common(1)[0][0]
+        example = next(node for node, version in versions.items() if version == usual)
+        fix = "Give all nodes the same environment."
         problems += [
-            (
-                node,
-                f"{name} is {version}, and {usual} on {example}. Give all nodes the same "
-                "environment.",
-            )
-            for node, version in version_of.items()
+            (node, f"{name} is {version}, and {usual} on {example}. {fix}")
+            for node, version in versions.items()
             if version != usual
         ]
     return problems
@@ -548,120 +545,81 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- the folder of the output
 
 
-def _share(rounds: Rounds, out_dir: Path) -> dict[str, Any]:
-    """Write a file per node, see the files of all nodes, and respect the lock of rank 0."""
-    found: dict[str, Any] = {"node": rounds.node, "seconds": 0.0}
+def _share(rounds: Rounds, folder: Path) -> Judgment:
+    """Let every node write a file to a folder of rank 0, and respect its lock; rank 0 looks.
+
+    Two nodes that both share the folder with rank 0 share it with each other.
+    """
+    with ExitStack() as held:
+        made = rounds.round(lambda: _make_folder(rounds, folder, held), lambda _: Judgment(()))
+        if made.problems:
+            return made
+        return rounds.round(
+            lambda: _write_file(rounds, folder),
+            lambda found: _see_files(found, folder, patience=rounds.patience),
+        )
+
+
+def _make_folder(rounds: Rounds, folder: Path, held: ExitStack) -> None:
+    """Make the folder on rank 0, which holds its lock until ``held`` is closed."""
+    if rounds.world.rank != 0:
+        return
+    try:
+        held.enter_context(sole_writer(folder))
+        held.callback(discard_working, folder)
+        make_working(folder)
+    except OSError as error:
+        raise unwritable(folder.parent, error, "name another --out") from error
+
+
+def _write_file(rounds: Rounds, folder: Path) -> dict[str, Any]:
+    """Write this node's file; return its name, and whether rank 0's lock keeps the node out."""
+    found: dict[str, Any] = {"node": rounds.node}
     if rounds.world.local_rank != 0:
         return found
-    folder = probe_dir(out_dir)
-    if rounds.world.rank == 0:
-        found["seconds"] = _hold_and_share(rounds, folder)
-        return found
-    refusal = rounds.read("folder", seconds=2 * rounds.patience)
-    if refusal is not None:
-        return found  # rank 0 cannot write there and says so
-    succeeded = False
+    if not until(folder.is_dir, seconds=rounds.patience):
+        raise ArtifactError(
+            f"the folder that rank 0 made in {folder.parent} is not seen. {_SHARED_FIX}"
+        )
+    found["file"] = f"node-{rounds.world.rank}"
     try:
-        found["seconds"] = _write_and_see(rounds, folder)
-        found["excluded"] = _is_locked_out(folder)
-        succeeded = True
-    finally:
-        rounds.post("shared", succeeded)
+        unfinished = folder / f"{found['file']}.unfinished"
+        unfinished.write_text(found["file"], encoding="ascii")
+        sync(unfinished)
+        unfinished.rename(folder / found["file"])
+        sync(folder)
+    except OSError as error:
+        raise unwritable(folder.parent, error, "name another --out") from error
+    found["excluded"] = rounds.world.rank == 0 or _is_locked_out(folder)
     return found
 
 
-def _hold_and_share(rounds: Rounds, folder: Path) -> float:
-    """Make the folder under a lock, share files, and wait until all nodes are done with them."""
-    firsts = rounds.firsts()
-    try:
-        with sole_writer(folder):
-            make_working(folder)
-            rounds.announce("folder", None)
-            try:
-                return _write_and_see(rounds, folder)
-            finally:
-                keys = [f"shared/{rank}" for rank in firsts if rank != 0]
-                with suppress(RuntimeError):  # who is late is named by the round
-                    rounds.store.wait(keys, timedelta(seconds=rounds.patience))
-                discard_working(folder)
-    except (OSError, UserError) as error:
-        rounds.announce("folder", "refused")
-        raise _unwritable(folder, error) from error
-
-
-def _write_and_see(rounds: Rounds, folder: Path) -> float:
-    """Write this node's file and wait for the others'; return the seconds until all were seen."""
-    begun = time.monotonic()
-    own = f"node-{rounds.world.rank}"
-    fix = "Name an --out on storage that all nodes share."
-    is_of_one_node = file_system(folder) in OF_ONE_NODE
-    patience = min(rounds.patience, DISK_SECONDS) if is_of_one_node else rounds.patience
-    if not _await(folder.is_dir, patience=patience):
-        raise ArtifactError(f"the folder that rank 0 made in {folder.parent} is not seen. {fix}")
-    try:
-        unfinished = folder / f"{own}.unfinished"
-        unfinished.write_text(own, encoding="ascii")
-        sync(unfinished)
-        unfinished.rename(folder / own)
-        sync(folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    unseen = dict.fromkeys(rounds.firsts())
-
-    def all_seen() -> bool:
-        for rank in [*unseen]:
-            if _text(folder / f"node-{rank}") == f"node-{rank}" or _has_failed(rounds, rank):
-                del unseen[rank]
-        return not unseen
-
-    # A node that does not see the folder says so itself, within the time that the others wait here.
-    if not _await(all_seen, patience=2 * rounds.patience):
-        nodes = [rounds.node_of(rank) for rank in unseen]
-        raise ArtifactError(
-            f"the files that {listed(nodes)} wrote in {folder.parent} are not seen. {fix}"
-        )
-    return time.monotonic() - begun
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that a path is or would be on; empty if unknown."""
-    device = _existing(path).stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            mount, _, about = line.partition(" - ")
-            if mount.split()[2] == number:
-                return about.split()[0]
-    return ""
+def _see_files(found: Sequence[Mapping[str, Any]], folder: Path, *, patience: float) -> Judgment:
+    """Wait on rank 0 until it sees the files of all nodes, and judge the findings."""
+    begun, first = time.monotonic(), found[0]["node"]
+    of_nodes = [entry for entry in found if "file" in entry]
+    until(lambda: all((folder / e["file"]).is_file() for e in of_nodes), seconds=patience)
+    problems: list[tuple[str, str]] = []
+    for entry in of_nodes:
+        if not (folder / entry["file"]).is_file():
+            text = (
+                f"the file that it wrote in {folder.parent} is not seen on {first}. {_SHARED_FIX}"
+            )
+            problems.append((entry["node"], text))
+        elif not entry["excluded"]:
+            text = (
+                f"the lock that {first} holds does not keep this node out, so that two jobs could "
+                "write one output. Mount the file system with locks, or use another."
+            )
+            problems.append((entry["node"], text))
+    seconds = time.monotonic() - begun
+    return Judgment(merged(problems), f"files seen by all nodes after {seconds:.2f} s")
 
 
 def _existing(path: Path) -> Path:
     """Return a directory, or the nearest one above it that exists."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
-
-
-def _has_failed(rounds: Rounds, rank: int) -> bool:
-    """Return whether a node could not write or see files, which it says itself."""
-    key = f"shared/{rank}"
-    return rounds.store.check([key]) and not json.loads(rounds.store.get(key))
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return None
-
-
-def _await(condition: Callable[[], bool], *, patience: float) -> bool:
-    """Return whether a condition becomes true in time."""
-    until = time.monotonic() + patience
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _is_locked_out(folder: Path) -> bool:
@@ -676,27 +634,6 @@ def _is_locked_out(folder: Path) -> bool:
         return True
     place.rmdir()
     return False
-
-
-def _unwritable(folder: Path, error: OSError | UserError) -> ArtifactError:
-    if isinstance(error, UserError):
-        return ArtifactError(str(error))
-    return unwritable(folder.parent, error, "name another --out")
-
-
-def judge_sharing(found: Sequence[Mapping[str, Any]]) -> Judgment:
-    """Check that the lock excluded all other nodes; describe how fast files were seen."""
-    problems = merged(
-        (
-            entry["node"],
-            f"the lock that {found[0]['node']} holds does not keep this node out, so that two jobs "
-            "could write one output. Mount the file system with locks, or use another.",
-        )
-        for entry in found
-        if entry.get("excluded") is False
-    )
-    seconds = max(entry["seconds"] for entry in found)
-    return Judgment(problems, f"files seen by all nodes after {seconds:.2f} s")
 
 
 # ---------------------------------------------------------------- the network

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 OWN_MAPPING = 2**26
@@ -63,24 +64,16 @@ def gpus_of(capabilities: tuple[float, ...], environment: Mapping[str, str]) -> 
     If ``CUDA_VISIBLE_DEVICES`` lists identifiers instead of numbers, only their count is known; the
     lowest capability of the machine then stands for all of them.
     """
-    named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not capabilities:
-        seen = capabilities
-    else:
+    seen, named = capabilities, environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and capabilities:
         names = [name.strip() for name in named.split(",") if name.strip()]
-        seen = _seen(capabilities, names)
+        if all(name.isdecimal() for name in names):  # CUDA stops at the first that is no device
+            numbers = takewhile(lambda number: number < len(capabilities), map(int, names))
+            seen = tuple(capabilities[number] for number in numbers)
+        else:
+            known = 0 if names[0] == "-1" else min(len(names), len(capabilities))
+            seen = (min(capabilities),) * known
     return Gpus(len(seen), has_bf16=bool(seen) and min(seen) >= BF16_CAPABILITY)
-
-
-def _seen(capabilities: tuple[float, ...], names: list[str]) -> tuple[float, ...]:
-    """Return the visible capabilities; CUDA stops at the first name that matches no device."""
-    if all(name.isdecimal() for name in names):
-        numbers = [int(name) for name in names]
-        valid = next((i for i, n in enumerate(numbers) if n >= len(capabilities)), len(numbers))
-        return tuple(capabilities[number] for number in numbers[:valid])
-    if names[:1] == ["-1"]:
-        return ()
-    return (min(capabilities),) * min(len(names), len(capabilities))
 
 
 @cache

@@ -14,10 +14,7 @@ from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
 from support.stage_runs import run_stage
 
-from pipeline.artifacts.artifact import (
-    Artifact,
-    open_artifact,
-)
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -28,8 +25,8 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
-from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation import comet
@@ -126,7 +123,7 @@ def stage_call(
     recipe = Recipe(name="test", training=training, evaluation=settings)
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
     inputs |= more or {}
-    raw = {} if comet is None else {"comet": RawPaths((comet,))}
+    raw = {} if comet is None else {"comet": RawInput((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
         stage=stage,
@@ -509,7 +506,7 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
         description = TokenizerDescription(
             kind="bytes", languages=("de", "en", "fr"), language_token_scheme="angle"
         )
-        write_tokenizer(writer.directory, description=description, model=None)
+        TokenizerFiles(description).write(writer.directory)
     more = {
         "training": corpus_of_training(tmp_path / "trained"),
         "tokenizer": open_artifact(tmp_path / "tokenizer", kind="tokenizer"),

@@ -25,18 +25,9 @@ from support.tiny_models import attend_to_source, tiny_model
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.corpus import (
-    Details,
-    Direction,
-    Hypothesis,
-    directions,
-    read_hypotheses,
-)
-from pipeline.artifacts.places import lock_path
-from pipeline.artifacts.tokenizer import (
-    SPECIALS,
-    ByteVocabulary,
-)
+from pipeline.artifacts.corpus import Details, Direction, Hypothesis, directions, read_hypotheses
+from pipeline.artifacts.locks import lock_path
+from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.minimum_bayes_risk import expected_utility

@@ -18,7 +18,7 @@ from support.tiny_models import attend_to_source, tiny_model
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.decoding import text_input
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import without_line_breaks
@@ -224,7 +224,7 @@ def test_chunks_hold_all_lines_in_order_and_are_bounded(
     }
     for name, of_file in texts.items():
         (tmp_path / name).write_bytes(as_text([*of_file, ""]))
-    files, _ = text_input.find_texts(RawPaths((tmp_path,)), field="")
+    files, _ = text_input.find_texts(RawInput((tmp_path,)), field="")
     found: dict[str, list[str]] = {}
     every = list(text_input.chunks(files, copies=copies))
     assert [chunk.number for chunk in every] == list(range(len(every)))
@@ -264,7 +264,7 @@ def test_a_data_set_of_hugging_face_is_read_by_its_field(tmp_path: Path) -> None
     write_tables(tmp_path, rows)
     for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
-    files, left_out = text_input.find_texts(RawPaths((tmp_path,)), field="words")
+    files, left_out = text_input.find_texts(RawInput((tmp_path,)), field="words")
     assert {file.output: [*file.lines()] for file in files} == {
         "dump/b.txt": ["eins", "", "zwei drei"],
         "train/data-00000-of-00002.txt": ["vier", "", "fünf", "sechs", "sieben"],
@@ -285,7 +285,7 @@ def test_a_column_that_is_no_text_is_named(
     tmp_path: Path, name: str, field: str, message: str
 ) -> None:
     write_tables(tmp_path, {name: ["eins"]})
-    (file,), _ = text_input.find_texts(RawPaths((tmp_path,)), field=field)
+    (file,), _ = text_input.find_texts(RawInput((tmp_path,)), field=field)
     with pytest.raises(DataError, match=message):
         list(file.lines())
 
@@ -295,7 +295,7 @@ def test_a_table_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
     write_tables(tmp_path, {name: ["eins"] * 2000})
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:600])
-    (file,), _ = text_input.find_texts(RawPaths((tmp_path,)), field="words")
+    (file,), _ = text_input.find_texts(RawInput((tmp_path,)), field="words")
     with pytest.raises(DataError, match=rf"{name} is not a complete \w+ file \("):
         list(file.lines())
 

@@ -36,14 +36,15 @@ COLUMN = "translation"
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all splits of the pairs of wanted languages, row by row."""
-    if not isinstance(raw, HubDataset):
+    if raw is None or raw.dataset is None:
         fix = "Pass --raw hub:OWNER/NAME@REVISION, or choose another source"
         raise unfit_source("hub", f"no data set of the hub was given. {fix}")
-    if Path(raw.name).exists():
+    dataset, local = raw.dataset, Path(raw.dataset.name)
+    if local.exists():
         raise ConfigError(
-            f"{Path(raw.name).absolute()} would be read in place of {raw}. Run from another folder."
+            f"{local.absolute()} would be read in place of {dataset}. Run from another folder."
         )
-    return read_dataset(raw, config)
+    return read_dataset(dataset, config)
 
 
 def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:

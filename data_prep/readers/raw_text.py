@@ -26,7 +26,6 @@ from typing import NamedTuple, get_args
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import (
-    HubDataset,
     RawInput,
     iterate_raw_lines,
     named_files,
@@ -336,8 +335,8 @@ def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
     """Return the paths of a raw input; ConfigError if none are given."""
     if raw is None:
         raise unfit_source(source, "no raw text was given. Pass --raw DIR")
-    if isinstance(raw, HubDataset):
-        problem = f"{raw} is a data set of the hub. Set it to 'hub', or pass --raw DIR"
+    if raw.dataset is not None:
+        problem = f"{raw.dataset} is a data set of the hub. Set it to 'hub', or pass --raw DIR"
         raise unfit_source(source, problem)
     return raw.paths
 

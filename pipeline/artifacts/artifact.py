@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any, TypeAlias
 
-from pipeline.artifacts.locks import held_lock, refuse_if_lost
+from pipeline.artifacts.locks import held_lock, lock_path, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -44,7 +44,6 @@ from pipeline.artifacts.places import (
     discard_working,
     files_below,
     link_or_copy,
-    lock_path,
     make_working,
     refuse_inputs,
     refuse_to_overwrite,

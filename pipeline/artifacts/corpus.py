@@ -35,14 +35,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
-from pipeline.config.documents import RESTORE, is_count, read_json_lines
-from pipeline.config.settings import shown
+from pipeline.config.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted
 
@@ -175,21 +174,14 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
     Raises:
         ArtifactError: The statistics lack the table, or it is malformed.
     """
-    table = artifact.statistics.get(name)
-    if not isinstance(table, dict):
-        _refuse_statistics(artifact, f"have no table {name!r}")
-    for pair, counts in table.items():
-        first, _, second = pair.partition("-")
-        is_name = "/" not in pair and not any(map(describe_name, (first, second)))
-        if not is_name or "-" in second or first >= second:
-            _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
-        if not isinstance(counts, dict) or not all(map(is_count, counts.values())):
-            _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
-    return dict(sorted(table.items()))
+    return dict(sorted(_statistic(artifact, name, _PAIRS, default=None).items()))
 
 
-def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
-    raise artifact.refusal(f"The statistics of {artifact.directory} {problem}")
+def _pair(name: str) -> str:
+    first, _, second = name.partition("-")
+    if "/" in name or "-" in second or any(map(describe_name, (first, second))) or first >= second:
+        raise ValueError("it names no pair")
+    return name
 
 
 def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
@@ -242,14 +234,21 @@ class _Language(BaseModel):
 
 _NAMES = TypeAdapter(list[str])
 _LANGUAGES = TypeAdapter(dict[str, _Language])
-_COUNTS = TypeAdapter(dict[str, int])
+_PAIRS = TypeAdapter(dict[Annotated[str, AfterValidator(_pair)], dict[str, NonNegativeInt]])
+_OfDirections = dict[Annotated[str, Field(pattern="^[^-]+-[^-]+$")], int]
+_DIRECTIONS = TypeAdapter(Annotated[_OfDirections, Field(min_length=1)])
 
 
-def _statistic(artifact: Artifact, name: str, form: TypeAdapter[Value], *, default: Value) -> Value:
+def _statistic(
+    artifact: Artifact, name: str, form: TypeAdapter[Value], *, default: Value | None
+) -> Value:
     try:
         return form.validate_python(artifact.statistics.get(name, default), strict=True)
-    except ValidationError:
-        _refuse_statistics(artifact, f"do not have under {name!r} what its stage writes there")
+    except ValidationError as error:
+        raise artifact.refusal(
+            f"The statistics of {artifact.directory} do not have under {name!r} what its stage "
+            "writes there"
+        ) from error
 
 
 Resource = Literal["high", "medium", "low", "extremely_low"]
@@ -367,9 +366,7 @@ def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
     try:
         return _HYPOTHESIS.validate_python(record)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(shown(str(part)) for part in first["loc"])
-        raise _damaged(f"{what} is no hypothesis ({where}: {first['msg']})") from error
+        raise _damaged(f"{what} is no hypothesis as its stage writes it") from error
 
 
 # ---------------------------------------------------------------- translated text
@@ -387,10 +384,8 @@ def scores_name(language: str, name: str) -> str:
 
 def translated_directions(translated: Artifact) -> list[Direction]:
     """Return the directions of translated text."""
-    names = [name.split("-") for name in _statistic(translated, "directions", _COUNTS, default={})]
-    if not names or any(len(name) != 2 for name in names):
-        _refuse_statistics(translated, "have no directions")
-    return [Direction(*name) for name in names]
+    names = _statistic(translated, "directions", _DIRECTIONS, default=None)
+    return [Direction(*name.split("-")) for name in names]
 
 
 def translated_lines(

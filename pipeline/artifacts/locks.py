@@ -36,7 +36,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.artifacts.places import lock_path
 from pipeline.distributed.process import Silence, deferred, held_back
 from pipeline.errors import ArtifactError, unwritable
 
@@ -318,15 +317,13 @@ def is_abandoned(path: Path) -> bool:
 
 
 @contextmanager
-def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
+def exclusive(path: Path, *, what: str) -> Iterator[Lock]:
     """Hold the lock ``path`` of the folder ``what`` within the block; parent folders are made.
-
-    ``patience_seconds``: time to wait for a holder that may be about to end.
 
     Raises:
         ArtifactError: Another process holds the lock, or it cannot be made.
     """
-    claim = _Claim(path, what=what, give_up=time.monotonic() + patience_seconds)
+    claim = _Claim(path, what=what)
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -358,6 +355,11 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
                 raise
 
 
+def lock_path(out_dir: Path) -> Path:
+    """Return the lock of an output."""
+    return out_dir.parent / f".{out_dir.name}.lock"
+
+
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
     """Hold the lock of an output: no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
@@ -372,8 +374,6 @@ class _Claim:
 
     path: Path
     what: str
-    give_up: float
-    """Value of ``time.monotonic()`` from which on a live holder is no longer waited for."""
     lock: Lock | None = None
     _owner: Owner = field(default_factory=Owner.new)
     _seen: _Record | None = None
@@ -447,8 +447,6 @@ class _Claim:
                     )
                 self._has_said = True
                 return None
-        if time.monotonic() < self.give_up:
-            return None
         raise ArtifactError(
             f"{self.what} is being written by {owner}. Wait for it or stop it, then run again."
         )

@@ -100,11 +100,6 @@ def replaced_dir(out_dir: Path) -> Path:
     return _beside(out_dir, "replaced")
 
 
-def lock_path(out_dir: Path) -> Path:
-    """Return the lock of an output."""
-    return _beside(out_dir, "lock")
-
-
 def attempts_dir(out_dir: Path) -> Path:
     """Return the folder that records how the jobs of an output started and ended."""
     return _beside(out_dir, "attempts")

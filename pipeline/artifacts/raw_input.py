@@ -34,39 +34,6 @@ _DATASET = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})
 
 
 @dataclass(frozen=True)
-class RawPaths:
-    """Folders or files on this machine, in the order given."""
-
-    paths: tuple[Path, ...]
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Return the values of the option that name these paths."""
-        return tuple(map(str, self.paths))
-
-    def named(self, name: str) -> dict[str, Path]:
-        """Return the paths by input name: ``name``, or ``name/1``, ``name/2``, … of several."""
-        if len(self.paths) == 1:
-            return {name: self.paths[0]}
-        return {f"{name}/{number}": path for number, path in enumerate(self.paths, start=1)}
-
-    def records(self, name: str) -> dict[str, InputRecord]:
-        """Return the manifest's record of each path by input name."""
-        return {
-            key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
-            for key, path in self.named(name).items()
-        }
-
-    def only_path(self) -> Path:
-        """Return the single path; ConfigError if there are several."""
-        if len(self.paths) > 1:
-            raise ConfigError(
-                f"{', '.join(self.values)} are several paths where one is wanted. Name one."
-            )
-        return self.paths[0]
-
-
-@dataclass(frozen=True)
 class HubDataset:
     """Data set of the Hugging Face hub at one commit."""
 
@@ -78,26 +45,46 @@ class HubDataset:
     def __str__(self) -> str:
         return f"{HUB}{self.name}@{self.revision}"
 
+
+@dataclass(frozen=True)
+class RawInput:
+    """Folders or files on this machine, in the order given, or a data set of the hub."""
+
+    paths: tuple[Path, ...] = ()
+    dataset: HubDataset | None = None
+
     @property
     def values(self) -> tuple[str, ...]:
-        """Return the values of the option that name this data set."""
-        return (str(self),)
+        """Return the values of the option that name the paths or the data set."""
+        return tuple(map(str, (self.dataset,) if self.dataset else self.paths))
 
     def named(self, name: str) -> dict[str, Path]:
-        """Return no paths, because nothing of it on this machine could be overwritten."""
-        del name
-        return {}
+        """Return the paths by input name: ``name``, or ``name/1``, ``name/2``, … of several.
+
+        Nothing of a data set is on this machine and could be overwritten.
+        """
+        if len(self.paths) == 1:
+            return {name: self.paths[0]}
+        return {f"{name}/{number}": path for number, path in enumerate(self.paths, start=1)}
 
     def records(self, name: str) -> dict[str, InputRecord]:
-        """Return the manifest's record by input name, without fetching anything."""
-        return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
+        """Return the manifest's records by input name, without fetching anything."""
+        if self.dataset is not None:
+            path = str(self.dataset)
+            return {name: InputRecord(kind="raw", path=path, digest=json_digest(path))}
+        return {
+            key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
+            for key, path in self.named(name).items()
+        }
 
     def only_path(self) -> Path:
-        """Raise ConfigError, because a data set has no path."""
-        raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
-
-
-RawInput: TypeAlias = RawPaths | HubDataset
+        """Return the single path; ConfigError if there are several, or none of a data set."""
+        if len(self.paths) != 1:
+            raise ConfigError(
+                f"{', '.join(self.values)}: a single path is wanted here, and no data set of the "
+                "hub. Name one path."
+            )
+        return self.paths[0]
 
 
 def raw_input(values: Sequence[str]) -> RawInput:
@@ -120,10 +107,10 @@ def raw_input(values: Sequence[str]) -> RawInput:
             f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
             "data set, or only paths."
         )
-    return HubDataset(name=match["name"], revision=match["revision"])
+    return RawInput(dataset=HubDataset(match["name"], match["revision"]))
 
 
-def _raw_paths(values: Sequence[str]) -> RawPaths:
+def _raw_paths(values: Sequence[str]) -> RawInput:
     paths = tuple(map(Path, values))
     places = [os.path.realpath(path) for path in paths]  # a loop of links raises nothing
     repeated = [
@@ -131,7 +118,7 @@ def _raw_paths(values: Sequence[str]) -> RawPaths:
     ]
     if repeated:
         raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
-    return RawPaths(paths)
+    return RawInput(paths)
 
 
 BLOCK_BYTES = 2**18

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.locks import Lock, exclusive, is_abandoned, sole_writer
+from pipeline.artifacts.locks import Lock, is_abandoned, lock_path, sole_writer
 from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -39,7 +39,6 @@ from pipeline.artifacts.places import (
     entries,
     free_place_aside,
     is_plain,
-    lock_path,
     refuse_to_overwrite,
     remove_artifact,
     replaced_dir,
@@ -56,7 +55,6 @@ from pipeline.config.recipe import (
     with_defaults,
     without_settings,
 )
-from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 
 Work = Literal["training", "translation", "sharding"]
@@ -69,14 +67,6 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "sharding": ("sharding.json",),
 }
 """Kind of work → entries that only its run folder has."""
-EARLIER_CONTENTS = ("assembly.json",)
-"""Entries of run folders that earlier versions made of assemblies: of no kind of work today."""
-
-
-STACK_FILES = ("stacks/rank-*.txt", "stacks/nccl-rank-*")
-"""Files that a watchdog writes into a run folder, which it makes if there is none yet; the second
-ones are of earlier versions."""
-
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
 
 
@@ -89,7 +79,6 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
     if not os.path.lexists(directory):
         return
     others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
-    others += EARLIER_CONTENTS
     other = next((name for name in others if (directory / name).exists()), None)
     if directory.is_symlink() or not _is_marked(directory):
         problem = "was not made by a stage"
@@ -114,7 +103,7 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
-    for path in chain.from_iterable(map(directory.glob, STACK_FILES)):
+    for path in stacks_dir(directory).glob("rank-*.txt"):
         path.unlink()
     with suppress(OSError):  # there is none, or it is not empty
         stacks_dir(directory).rmdir()
@@ -155,8 +144,13 @@ def set_aside(out_dir: Path) -> Path:
 
 
 def stacks_dir(run_folder: Path) -> Path:
-    """Return the folder in which a watchdog writes the stacks of ranks that hang."""
+    """Return the folder of the stacks of ranks that hang; a watchdog may write it first."""
     return run_folder / "stacks"
+
+
+def run_lock_path(run_folder: Path) -> Path:
+    """Return the lock of the output that a run folder belongs to."""
+    return lock_path(run_folder.with_name(run_folder.name.removesuffix(".run")))
 
 
 def states_dir(run_folder: Path) -> Path:
@@ -178,11 +172,10 @@ _WORK_FILES = (
     f"states/update-*/{MANIFEST_NAME}",
     "rank-*.jsonl",
     "chunk-*.jsonl",
-    "*.safetensors",
     "pair.*/finished.json",
 )
 """Files of a run folder from which a stage resumes: complete training states, translated lines,
-finished weights of an assembly, finished pairs of shards."""
+finished pairs of shards."""
 
 
 def saved_work(out_dir: Path) -> set[str]:
@@ -253,7 +246,6 @@ def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, i
     return [*state.statistics.get("replanned", []), *([change] if change else [])]
 
 
-LOCK_NAME = "lock"
 NOTE_NAME = "removed-when-done"
 """File with the key (``artifact.stage_key``) of the output that makes the folder obsolete."""
 
@@ -297,8 +289,7 @@ def finish_removal(out_dir: Path) -> str | None:
             if kind in ("translations", "translated_text"):
                 remove_files(folder, TRANSLATION_FILES)
             elif kind is not None:
-                with exclusive(folder / LOCK_NAME, what=str(folder)):
-                    remove_contents(folder)
+                remove_contents(folder)
             is_empty = folder.is_dir() and {*entries(folder)} <= {MARKER_NAME}
             return remove_emptied(folder) if kind is not None or is_empty else None
     except (UserError, OSError) as error:
@@ -316,7 +307,7 @@ def _kind_if_due(out_dir: Path) -> Kind | None:
 
 
 def remove_contents(run_folder: Path) -> None:
-    """Remove states, best weights and curves; the caller holds the folder's lock."""
+    """Remove states, best weights and curves; the caller holds the output's lock."""
     artifacts = [*states_dir(run_folder).glob("update-*"), run_folder / "best", run_folder / "mean"]
     for place in artifacts:
         with suppress(ArtifactError):  # it has a user's files, which are named at the end
@@ -330,7 +321,7 @@ def remove_contents(run_folder: Path) -> None:
 
 
 def working_dir(out_dir: Path, lock: Lock | None) -> Path:
-    """Return the folder in which the holder of a run folder's lock builds an artifact of the run.
+    """Return the folder in which the holder of an output's lock builds an artifact of its run.
 
     Its name has the token of the lock: a rank of an earlier attempt that writes on, or cleans up,
     does not touch the folder of the present attempt.
@@ -350,8 +341,7 @@ def remove_emptied(run_folder: Path) -> str | None:
     remove_files(run_folder, (NOTE_NAME,))
     if not run_folder.exists():
         return None
-    ours = (MARKER_NAME, LOCK_NAME)  # the lock may be the next run's
-    others = [name for name in entries(run_folder) if name.partition("/")[0] not in ours]
+    others = [name for name in entries(run_folder) if name != MARKER_NAME]
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -409,21 +399,13 @@ class Position:
         """Return the fields as JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Any) -> "Position":
-        """Return the position of JSON fields; raise ValidationError if they are invalid."""
-        return TypeAdapter(cls).validate_python(values)
-
 
 def read_position(state: Artifact) -> Position:
     """Return the position of a training state; raise CheckpointError if its file is invalid."""
     path = state.file(PROGRESS_FILE)
     try:
-        return Position.from_json(state.read_json(PROGRESS_FILE))
+        return TypeAdapter(Position).validate_python(state.read_json(PROGRESS_FILE))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
         raise CheckpointError(
-            f"{path} describes no progress of a run ({where}: {first['msg']}). "
-            f"{how_to_restore(state.directory)}."
+            f"{path} describes no progress of a run. {how_to_restore(state.directory)}."
         ) from error

@@ -202,31 +202,29 @@ def _is_punctuation(character: str) -> bool:
     return unicodedata.category(character)[0] in "PS"
 
 
-class JapaneseWords:
-    """Segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic."""
+def japanese_words() -> Segmenter:
+    """Return the segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic."""
+    try:
+        import ipadic
+        import MeCab
 
-    def __init__(self) -> None:
-        try:
-            import ipadic
-            import MeCab
+        tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
+    except (ImportError, RuntimeError) as error:
+        raise _unusable(
+            f"mecab, and MeCab is not installed here ({error}). Run "
+            "pip install mecab-python3 ipadic."
+        ) from error
 
-            self._tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
-        except (ImportError, RuntimeError) as error:
-            raise _unusable(
-                f"mecab, and MeCab is not installed here ({error}). Run "
-                "pip install mecab-python3 ipadic."
-            ) from error
-
-    def __call__(self, text: str) -> list[str]:
-        """Split by the lengths of MeCab's nodes, which include what MeCab takes for spaces."""
-        content = text.encode()
-        bounds = [0]
-        node = self._tagger.parseToNode(text)
+    def words(text: str) -> list[str]:
+        content, bounds = text.encode(), [0]
+        node = tagger.parseToNode(text)
         while node is not None:
-            bounds.append(bounds[-1] + node.rlength)
+            bounds.append(bounds[-1] + node.rlength)  # with what MeCab takes for spaces
             node = node.next
         bounds.append(len(content))  # MeCab stops at a NUL character
         return [content[begin:end].decode() for begin, end in pairwise(bounds)]
+
+    return words
 
 
 def read_function_file(name: str) -> tuple[Path, str, bytes]:
@@ -269,7 +267,7 @@ def _said(error: BaseException) -> str:
 def _built_in(name: str) -> Segmenter:
     match name:
         case "mecab":
-            return JapaneseWords()
+            return japanese_words()
         case "punctuation":
             return punctuation
         case _:

@@ -17,22 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import (
-    Direction,
-    Split,
-    is_synthetic,
-    languages,
-    line_counts,
-)
+from pipeline.artifacts.corpus import Direction, Split, is_synthetic, languages, line_counts
 from pipeline.artifacts.manifest import Manifest
-from pipeline.config.documents import is_count
-from pipeline.config.settings import shown
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -104,24 +97,15 @@ def open_shard(
     tokens_path, offsets_path = artifact.file(tokens_name), artifact.file(offsets_name)
     try:
         offsets = _map_offsets(offsets_path)
-        num_bytes = tokens_path.stat().st_size
+        number = int(offsets[-1])
+        tokens: Tokens = _map(tokens_path, number, types=("<u2", "<u4"))
+        if not has_begins:
+            return Shard(tokens, offsets)
+        begins_path = artifact.file(begins_name(split, pair, language))
+        return Shard(tokens, offsets, _map(begins_path, number, types=("u1",)))
     except (OSError, ValueError) as error:
-        what = f"{offsets_path} or {tokens_path.name} next to it"
-        raise artifact.refusal(f"{what} cannot be read ({error})") from error
-    num_tokens = int(offsets[-1])
-    types = [kind for kind in ("<u2", "<u4") if num_bytes == num_tokens * int(kind[-1])]
-    if not types:
-        raise artifact.refusal(
-            f"{tokens_path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of "
-            "its offsets"
-        )
-    tokens: Tokens = _map(tokens_path, np.dtype(types[0]))
-    if not has_begins:
-        return Shard(tokens, offsets)
-    begins_path = artifact.file(begins_name(split, pair, language))
-    if (size := begins_path.stat().st_size) != num_tokens:
-        raise artifact.refusal(f"{begins_path} has {size} bytes for {num_tokens} tokens")
-    return Shard(tokens, offsets, _map(begins_path, np.dtype(np.uint8)))
+        what = f"{offsets_path} and the files next to it do not fit together ({error})"
+        raise artifact.refusal(what) from error
 
 
 def with_equal_limit(manifest: Manifest, directory: Path, *, max_tokens: int) -> Manifest:
@@ -176,11 +160,15 @@ def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
     return offsets
 
 
-def _map(path: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Map all values of a file into memory; an empty file cannot be mapped."""
-    if not path.stat().st_size:
-        return np.empty(0, kind)
-    return np.asarray(np.memmap(path, dtype=kind, mode="r"))
+def _map(path: Path, number: int, *, types: Sequence[str]) -> npt.NDArray[Any]:
+    """Map a file of one value per token into memory; ValueError if no type fits its size."""
+    size = path.stat().st_size
+    fitting = [kind for kind in map(np.dtype, types) if size == number * kind.itemsize]
+    if not fitting:
+        raise ValueError(f"{path.name} has {size} bytes for {number} tokens")
+    if not size:  # an empty file cannot be mapped
+        return np.empty(0, fitting[0])
+    return np.asarray(np.memmap(path, dtype=fitting[0], mode="r"))
 
 
 class ShardWriter:
@@ -303,47 +291,41 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
     return totals
 
 
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+class _PairRecord(BaseModel):
+    probability: Share
+    forward: Share | None = None
+
+
+class _PhaseRecord(BaseModel):
+    from_update: Annotated[int, Field(ge=1, strict=True)] = 1
+    pairs: dict[str, _PairRecord]
+
+    def phase(self) -> Phase:
+        pairs = dict(sorted(self.pairs.items()))
+        forward = {name: pair.forward for name, pair in pairs.items() if pair.forward is not None}
+        probabilities = {name: pair.probability for name, pair in pairs.items()}
+        return Phase(self.from_update, probabilities, forward)
+
+
+class _MixtureRecord(_PhaseRecord):
+    phases: list[_PhaseRecord] = []
+
+
 def read_mixture(artifact: Artifact) -> Mixture:
     """Return the phases of a mixture."""
-    document = artifact.read_json(MIXTURE_NAME)
-    first = document if isinstance(document, dict) else {}
-    later = first.get("phases", [])
-    if not isinstance(later, list) or not all(isinstance(entry, dict) for entry in later):
-        _refuse(artifact, "has no list of tables under 'phases'")
-    phases = tuple(_read_phase(artifact, entry) for entry in ({**first, "from_update": 1}, *later))
-    begins = [phase.from_update for phase in phases]
-    if begins != sorted(set(begins)):
-        _refuse(artifact, f"has phases from updates {begins}, which do not ascend")
-    if any(phase.probabilities.keys() != phases[0].probabilities.keys() for phase in phases):
-        _refuse(artifact, "has phases of different pairs")
+    try:
+        first = _MixtureRecord.model_validate(artifact.read_json(MIXTURE_NAME))
+        phases = tuple(record.phase() for record in (first, *first.phases))
+        begins = [phase.from_update for phase in phases]
+        totals = [math.fsum(phase.probabilities.values()) for phase in phases]
+        have_all_pairs = len({tuple(phase.probabilities) for phase in phases}) == 1
+        sum_to_one = all(math.isclose(total, 1, abs_tol=SUM_TOLERANCE) for total in totals)
+        if begins != sorted({*begins}) or not have_all_pairs or not sum_to_one:
+            raise ValueError(f"phases from {begins} have probabilities that sum to {totals}")
+    except ValueError as error:
+        what = f"{artifact.file(MIXTURE_NAME)} is not as mix writes it"
+        raise artifact.refusal(what) from error
     return Mixture(phases)
-
-
-def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
-    begin, pairs = document.get("from_update"), document.get("pairs")
-    if not begin or not is_count(begin):
-        _refuse(artifact, "has a phase that does not say from which update on")
-    entries = dict(sorted(pairs.items())) if isinstance(pairs, dict) else {}
-    probabilities = {
-        name: _share(artifact, name, entry, "probability") for name, entry in entries.items()
-    }
-    total = math.fsum(probabilities.values())
-    if not math.isclose(total, 1, abs_tol=SUM_TOLERANCE):
-        _refuse(artifact, f"has probabilities that sum to {total:g}, not to 1")
-    forward = {
-        name: _share(artifact, name, entry, "forward")
-        for name, entry in entries.items()
-        if "forward" in entry
-    }
-    return Phase(begin, probabilities, forward)
-
-
-def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
-    share = entry.get(key) if isinstance(entry, dict) else None
-    if not isinstance(share, int | float) or not 0 <= share <= 1:
-        _refuse(artifact, f"gives pair {shown(name)!r} no {key} from 0 to 1")
-    return float(share)
-
-
-def _refuse(artifact: Artifact, problem: str) -> NoReturn:
-    raise artifact.refusal(f"{artifact.file(MIXTURE_NAME)} {problem}")

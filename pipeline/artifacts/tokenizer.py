@@ -10,7 +10,6 @@ or ``__de__`` in a sentence is text.
 
 import hashlib
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,10 @@ from sentencepiece import SentencePieceProcessor
 
 from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
-from pipeline.artifacts.spelling import message_field
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
     SPACE,
-    SPECIALS,
     TARGET_MODEL_NAME,
     ByteLevelVocabulary,
     ByteVocabulary,
@@ -37,6 +34,7 @@ from pipeline.artifacts.vocabularies import (
     SentencePieceVocabulary,
     SourceAndTargetVocabulary,
     Vocabulary,
+    piece_field,
     text_pieces,
 )
 from pipeline.batching.settings import TagScheme
@@ -44,30 +42,6 @@ from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError, without_case
 from pipeline.languages import nearest_codes
 from pipeline.terminal import counted, listed
-
-__all__ = [
-    "DESCRIPTION_NAME",
-    "MODEL_NAME",
-    "SPECIALS",
-    "ByteVocabulary",
-    "Decoded",
-    "LanguageTokenScheme",
-    "Numbering",
-    "SegmenterRecord",
-    "TagScheme",
-    "Tags",
-    "Tokenizer",
-    "TokenizerDescription",
-    "TokenizerFiles",
-    "build_tokenizer",
-    "copy_tokenizer",
-    "language_token",
-    "load_tokenizer",
-    "read_tokenizer_files",
-    "tags",
-    "tokenizer_folder",
-    "write_tokenizer",
-]
 
 MAX_MODEL_BYTES = 2**28
 """Largest SentencePiece model; a model of a million pieces has about 25 MB."""
@@ -119,21 +93,14 @@ class TokenizerDescription(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        named = {
-            "target_languages": self.target_languages,
-            "segmenters": self.segmenters,
-            "token_spellings": self.token_spellings,
-        }
-        for name, codes in named.items():
-            if not set(codes) <= set(self.languages):
-                raise ValueError(f"{name} must be among the languages")
+        known, numbering = set(self.languages), self.numbering
+        if list(self.languages) != sorted(known):
+            raise ValueError("languages must be sorted and differ from each other")
+        if not known.issuperset([*self.target_languages, *self.segmenters, *self.token_spellings]):
+            raise ValueError("targets, segmenters and spellings must be of these languages")
         if self.target_languages and self.kind == "bytes":
             raise ValueError("bytes are one vocabulary for all languages")
-        if list(self.languages) != sorted(set(self.languages)):
-            raise ValueError("languages must be sorted and differ from each other")
-        if self.numbering is not None and not (
-            set(self.languages) <= set(self.numbering.language_tokens)
-        ):
+        if numbering is not None and not known <= numbering.language_tokens.keys():
             raise ValueError("numbering.language_tokens must name all languages")
         return self
 
@@ -171,7 +138,9 @@ class Tokenizer:
         language_ids: Mapping[str, int],
         size: int,
         fingerprint: str,
-        target: "TargetSide | None" = None,
+        target_languages: tuple[str, ...] = (),
+        target_vocabulary: Vocabulary | None = None,
+        output_size: int | None = None,
         segmenters: Mapping[str, SegmenterRecord] | None = None,
     ) -> None:
         self.languages = tuple(sorted(language_ids))
@@ -181,11 +150,11 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.fingerprint = fingerprint
-        self.target_languages = () if target is None else target.languages
-        self.output_size = None if target is None else target.output_size
+        self.target_languages = target_languages
+        self.output_size = output_size
         self.segmenters = dict(segmenters or {})
         self._vocabulary = vocabulary
-        self._target_vocabulary = vocabulary if target is None else target.vocabulary
+        self._target_vocabulary = target_vocabulary or vocabulary
         self._language_ids = dict(language_ids)
         self._languages_by_id = {index: code for code, index in language_ids.items()}
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
@@ -288,16 +257,6 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class TargetSide:
-    """Vocabulary of the languages that are translated into."""
-
-    languages: tuple[str, ...]
-    vocabulary: Vocabulary
-    output_size: int
-    """Number of ids, counted from 0, that translations consist of."""
-
-
-@dataclass(frozen=True)
 class Tags:
     """Ids that tell the model the languages, around the source and as the start of the target.
 
@@ -355,57 +314,53 @@ class TokenizerFiles:
     """Contents of a tokenizer's files."""
 
     description: TokenizerDescription
-    model: bytes | None
+    model: bytes | None = None
     """SentencePiece model; None for bytes."""
     target_model: bytes | None = None
     """Model of the target languages, if they have their own."""
 
     def build(self) -> Tokenizer:
         """Build the tokenizer of these files."""
-        return build_tokenizer(self.description, self.model, self.target_model)
+        description, numbering = self.description, self.description.numbering
+        languages = description.languages
+        vocabulary = _vocabulary(description, self.model)
+        target: Vocabulary | None = None
+        output_size: int | None = None
+        if self.target_model is not None:
+            source = vocabulary
+            own = _vocabulary(description, self.target_model, name=TARGET_MODEL_NAME)
+            vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
+            target = SourceAndTargetVocabulary(source, own, encodes="target")
+            output_size = own.size
+        if numbering is None:
+            size = vocabulary.size + len(languages)
+            language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
+        else:
+            vocabulary = RenumberedVocabulary(vocabulary, numbering)
+            target = RenumberedVocabulary(target, numbering) if target else None
+            size = numbering.size
+            language_ids = {code: numbering.language_tokens[code] for code in languages}
+        # Spellings decide no id: a vocabulary with and without them is interchangeable.
+        deciding = description.model_copy(update={"token_spellings": {}})
+        content = _description_bytes(deciding) + (self.model or b"") + (self.target_model or b"")
+        return Tokenizer(
+            vocabulary,
+            language_ids=language_ids,
+            size=size,
+            fingerprint=hashlib.sha256(content).hexdigest(),
+            target_languages=description.target_languages if target else (),
+            target_vocabulary=target,
+            output_size=output_size,
+            segmenters=description.segmenters,
+        )
 
     def write(self, directory: Path) -> None:
         """Write the files into a folder, which is made."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(
-            directory,
-            description=self.description,
-            model=self.model,
-            target_model=self.target_model,
-        )
-
-
-def build_tokenizer(
-    description: TokenizerDescription, model: bytes | None, target_model: bytes | None = None
-) -> Tokenizer:
-    """Build a tokenizer from the contents of its files; ``model`` is None for bytes."""
-    numbering, languages = description.numbering, description.languages
-    vocabulary, target = _vocabulary(description, model), None
-    if target_model is not None:
-        source, own = vocabulary, _vocabulary(description, target_model, name=TARGET_MODEL_NAME)
-        vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
-        encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
-        if numbering is not None:
-            encoder = RenumberedVocabulary(encoder, numbering)
-        target = TargetSide(description.target_languages, encoder, output_size=own.size)
-    if numbering is None:
-        size = vocabulary.size + len(languages)
-        language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
-    else:
-        vocabulary = RenumberedVocabulary(vocabulary, numbering)
-        size = numbering.size
-        language_ids = {code: numbering.language_tokens[code] for code in languages}
-    # Spellings decide no id: a vocabulary with and without them is interchangeable.
-    deciding = description.model_copy(update={"token_spellings": {}})
-    content = _description_bytes(deciding) + (model or b"") + (target_model or b"")
-    return Tokenizer(
-        vocabulary,
-        language_ids=language_ids,
-        size=size,
-        fingerprint=hashlib.sha256(content).hexdigest(),
-        target=target,
-        segmenters=description.segmenters,
-    )
+        (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(self.description))
+        for name, content in ((MODEL_NAME, self.model), (TARGET_MODEL_NAME, self.target_model)):
+            if content is not None:
+                (directory / name).write_bytes(content)
 
 
 def _vocabulary(
@@ -417,20 +372,6 @@ def _vocabulary(
     if description.kind == "byte_bpe":
         return ByteLevelVocabulary(model, name=name)
     return SentencePieceVocabulary(model, has_specials=description.numbering is None, name=name)
-
-
-def write_tokenizer(
-    directory: Path,
-    *,
-    description: TokenizerDescription,
-    model: bytes | None,
-    target_model: bytes | None = None,
-) -> None:
-    """Write a tokenizer's files; ``model`` is None for bytes."""
-    (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(description))
-    for name, content in ((MODEL_NAME, model), (TARGET_MODEL_NAME, target_model)):
-        if content is not None:
-            (directory / name).write_bytes(content)
 
 
 def tokenizer_folder(artifact: Artifact) -> Path:
@@ -458,7 +399,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Read the contents of a tokenizer's files."""
     description = _read_description(directory)
     models = [_read(directory / name) for name in description.model_names]
-    return TokenizerFiles(description, *models) if models else TokenizerFiles(description, None)
+    return TokenizerFiles(description, *models)
 
 
 def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
@@ -488,10 +429,6 @@ def _read(path: Path) -> bytes:
     fix = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
     limit = MAX_JSON_BYTES if path.name == DESCRIPTION_NAME else MAX_MODEL_BYTES
     return read_bytes(path, limit=limit, fix=fix)
-
-
-_CONTROL_TYPE = b"\x18\x03"
-"""Field 3 of a piece, its type: control. Without the field, a piece is an ordinary one."""
 
 
 def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
@@ -539,13 +476,6 @@ def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
         piece_field(piece, score=score) for piece, score in added.items()
     )
     return TokenizerFiles(files.description.model_copy(update={"numbering": numbering}), model)
-
-
-def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
-    """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
-    text = piece.encode()
-    body = message_field(b"\x0a", text) + b"\x15" + struct.pack("<f", score)
-    return message_field(b"\x0a", body + _CONTROL_TYPE * control)
 
 
 def _numbering(files: TokenizerFiles) -> Numbering:

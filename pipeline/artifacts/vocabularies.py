@@ -5,8 +5,8 @@ bytes), SentencePiece models over UTF-8 bytes, and plain bytes. Any sequence of 
 invalid UTF-8 is dropped and counted.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import struct
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, Protocol, Self
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sentencepiece import SentencePieceProcessor
 
-from pipeline.artifacts.spelling import with_any_rule
+from pipeline.artifacts.spelling import message_field, with_any_rule
 from pipeline.errors import ArtifactError
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -128,11 +128,10 @@ class SentencePieceVocabulary:
             raise _damaged(f"{name} is empty")
         try:
             # The characters of a model over bytes stand for bytes: a rule would change them.
-            self._model = with_any_rule(model) if is_text else model
-            self._processor = SentencePieceProcessor(model_proto=self._model)
+            ruled = with_any_rule(model) if is_text else model
+            self._processor = SentencePieceProcessor(model_proto=ruled)
         except RuntimeError as error:
             raise _damaged(f"{name} is not a SentencePiece model") from error
-        self._made_by = partial(type(self), has_specials=has_specials, is_text=is_text)
         self.size = self._processor.get_piece_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
@@ -141,9 +140,6 @@ class SentencePieceVocabulary:
         self._bytes = _byte_pieces(self._processor)
         if has_specials:
             self._check_specials()
-
-    def __reduce__(self) -> tuple[Callable[..., "SentencePieceVocabulary"], tuple[bytes]]:
-        return self._made_by, (self._model,)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line."""
@@ -441,3 +437,14 @@ def has_nbest(processor: SentencePieceProcessor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+_CONTROL_TYPE = b"\x18\x03"
+"""Field 3 of a piece, its type: control. Without the field, a piece is an ordinary one."""
+
+
+def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
+    """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
+    text = piece.encode()
+    body = message_field(b"\x0a", text) + b"\x15" + struct.pack("<f", score)
+    return message_field(b"\x0a", body + _CONTROL_TYPE * control)

@@ -31,7 +31,6 @@ from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, Task, default_dir, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import dry_run, run_plan
 from pipeline.jobs.site import Allocation, load_site
-from pipeline.jobs.slurm_commands import Scheduler
 from pipeline.jobs.submission import cancel_jobs, last_log, read_jobs, show_commands, submit_plan
 from pipeline.machine import Gpus
 from pipeline.terminal import counted, listed, text_table
@@ -65,10 +64,7 @@ def submit(options: argparse.Namespace) -> int:
     options.out = _plan_dir(options).absolute()  # jobs may start in another directory
     placed = _placed_plan(options, auto=site.auto_ds_config)
     if options.dry_run:
-        scheduler = Scheduler() if Scheduler.is_here() else None
-        show_commands(
-            placed, site, rebuild=options.rebuild, check=_refuse_unfit, scheduler=scheduler
-        )
+        show_commands(placed, site, rebuild=options.rebuild, check=_refuse_unfit)
     else:
         submit_plan(placed, site, rebuild=options.rebuild, check=_refuse_unfit)
     return 0

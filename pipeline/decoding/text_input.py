@@ -30,7 +30,6 @@ from pipeline.artifacts.raw_input import (
     ARROW,
     PARQUET,
     RawInput,
-    RawPaths,
     iterate_raw_lines,
     named_files,
     plain_name,
@@ -265,7 +264,7 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
         ConfigError: The input is a data set of the hub.
         DataError: A path does not exist, there is no text, or two files would have one output.
     """
-    paths = raw.paths if isinstance(raw, RawPaths) else (raw.only_path(),)
+    paths = raw.paths or (raw.only_path(),)
     files = [TextFile(path, name, field) for name, path in named_files(paths)]
     endings = (TEXT, RECORDS, *PACKED, *TABLES)
     texts = [file for file in files if _has_text(file.path, endings) or file.path in paths]

@@ -209,7 +209,8 @@ def handled_by(
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != process_id:
-            _do_as_by_default(number)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         handler(signal.Signals(number))
 
     before = {number: signal.signal(number, handle) for number in signals}
@@ -218,11 +219,6 @@ def handled_by(
     finally:
         for number, old_handler in before.items():
             signal.signal(number, old_handler)
-
-
-def _do_as_by_default(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def interruptible() -> AbstractContextManager[None]:

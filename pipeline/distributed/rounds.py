@@ -9,13 +9,13 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import World, refuse_taken_port
 from pipeline.errors import RankLost, UserError
 from pipeline.terminal import listed
@@ -27,7 +27,6 @@ LONGER = 1.25
 """Factor by which rank 0 waits longer than the others, who then say first what they lack."""
 LEAVING_SECONDS = 5.0
 """Time that rank 0 keeps the store for ranks that still read the outcome."""
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ class Rounds:
                 "(GLOO_SOCKET_IFNAME)."
             ) from error
         self.store: Store = PrefixStore("preflight", server)
-        self.post("place", (self.node, world.local_rank))
+        self._number = 0
+        self.post("place", self.node)
 
     def post(self, key: str, value: object) -> None:
         """Post this rank's value of a key.
@@ -88,37 +88,25 @@ class Rounds:
                 f"Rank 0 on {self.world.master_address} has ended. Look at what it says."
             ) from error
 
-    def announce(self, key: str, value: object) -> None:
-        """Set a key for all ranks."""
-        self.store.set(key, json.dumps(value))
-
-    def read(self, key: str, *, seconds: float) -> Any:
-        """Return the value of a key; raise TimeoutError if nobody sets it in time."""
-        try:
-            self.store.wait([key], timedelta(seconds=seconds))
-            return json.loads(self.store.get(key))
-        except RuntimeError as error:  # torch's DistStoreError, of a time-out as of a lost store
-            raise TimeoutError(key) from error
-
-    def round(
-        self, number: int, act: Callable[[], Any], judge: Callable[[list[Any]], Judgment]
-    ) -> Judgment:
+    def round(self, act: Callable[[], Any], judge: Callable[[list[Any]], Judgment]) -> Judgment:
         """Act on every rank, judge on rank 0, and return the judgment on every rank."""
-        self.post(f"found/{number}", _attempt(act, node=self.node))
-        key = f"judgment/{number}"
+        self._number += 1
+        self.post(f"found/{self._number}", _attempt(act, node=self.node))
+        key = f"judgment/{self._number}"
         if self.world.rank == 0:
-            judgment = self._judge(number, judge)
-            self.announce(key, asdict(judgment))
+            judgment = self._judge(judge)
+            self.store.set(key, json.dumps(asdict(judgment)))
             return judgment
         try:
-            given = self.read(key, seconds=5 * self.patience)
-        except TimeoutError:
+            self.store.wait([key], timedelta(seconds=5 * self.patience))
+            given = json.loads(self.store.get(key))
+        except RuntimeError:  # torch's DistStoreError, of a time-out as of a lost store
             problem = f"{self.node}: rank 0 on {self.world.master_address} gives no answer."
             return Judgment((f"{problem} Look at what it says.",), is_lost=True)
         return Judgment(tuple(given["problems"]), given["summary"], given["is_lost"])
 
-    def _judge(self, number: int, judge: Callable[[list[Any]], Judgment]) -> Judgment:
-        keys = [f"found/{number}/{rank}" for rank in range(self.world.size)]
+    def _judge(self, judge: Callable[[list[Any]], Judgment]) -> Judgment:
+        keys = [f"found/{self._number}/{rank}" for rank in range(self.world.size)]
         try:
             self.store.wait(keys, timedelta(seconds=LONGER * self.patience))
         except RuntimeError:  # the time is up
@@ -141,28 +129,17 @@ class Rounds:
             for node, ranks in sorted(ranks_of.items())
         )
 
-    def firsts(self) -> list[int]:
-        """Return the first rank of every node; all ranks must have come, rank 0 is to ask first."""
-        if self.world.rank == 0 and not self.store.check(["firsts"]):
-            ranks = range(self.world.size)
-            places = [json.loads(self.store.get(f"place/{rank}")) for rank in ranks]
-            self.announce("firsts", [rank for rank in ranks if places[rank][1] == 0])
-        firsts: list[int] = self.read("firsts", seconds=2 * self.patience)
-        return firsts
-
     def node_of(self, rank: int) -> str:
         """Return the node of a rank; empty if the rank has not come."""
         key = f"place/{rank}"
-        return str(json.loads(self.store.get(key))[0]) if self.store.check([key]) else ""
+        return str(json.loads(self.store.get(key))) if self.store.check([key]) else ""
 
     def leave(self) -> None:
         """Tell rank 0 that this rank is done; rank 0 waits for all, since it holds the store."""
         with suppress(RuntimeError):
-            gone = self.store.add("gone", 1)
-            until = time.monotonic() + LEAVING_SECONDS
-            while self.world.rank == 0 and gone < self.world.size and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
-                gone = self.store.add("gone", 0)
+            self.store.add("gone", 1)
+            if self.world.rank == 0:
+                until(lambda: self.store.add("gone", 0) >= self.world.size, seconds=LEAVING_SECONDS)
 
 
 def _attempt(act: Callable[[], Any], *, node: str) -> dict[str, Any]:

@@ -269,12 +269,12 @@ class Peers:
             _print(cause)
         else:
             unknown = (b"", RAISED.encode())
-            _until(lambda: self._store.get(ALARM) not in unknown, seconds=3 * watch.answer_seconds)
+            until(lambda: self._store.get(ALARM) not in unknown, seconds=3 * watch.answer_seconds)
             alarm = self._store.get(ALARM)
             cause = "The run hangs." if alarm in unknown else alarm.decode()
         self._store.add("informed", 1)
         if self._rank == 0:  # the store ends with this rank
-            _until(
+            until(
                 lambda: self._store.add("informed", 0) >= self._size, seconds=watch.answer_seconds
             )
         return cause
@@ -282,7 +282,7 @@ class Peers:
     def _find_cause(self, watch: Watch, silent_seconds: float) -> str:
         """Wait for the answers of the ranks, and say which of them hold the others up."""
         keys = [f"where/{rank}" for rank in range(self._size)]
-        _until(lambda: all(self._store.multi_get(keys)), seconds=watch.answer_seconds)
+        until(lambda: all(self._store.multi_get(keys)), seconds=watch.answer_seconds)
         nodes = self._store.multi_get([f"node/{rank}" for rank in range(self._size)])
         places = zip(nodes, self._store.multi_get(keys), strict=True)
         answers = {_named(rank, node): place.decode() for rank, (node, place) in enumerate(places)}
@@ -319,11 +319,12 @@ class Peers:
         os._exit(EXIT_RUN_AGAIN)
 
 
-def _until(is_so: Callable[[], bool], *, seconds: float) -> None:
-    """Wait until something is so, at most for some seconds."""
+def until(is_so: Callable[[], bool], *, seconds: float) -> bool:
+    """Wait until something is so, at most for some seconds; return whether it is."""
     deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
+    while not (became_so := is_so()) and time.monotonic() < deadline:
         time.sleep(SHORT_WAIT_SECONDS)
+    return became_so
 
 
 def _print(cause: str) -> None:

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from threading import Thread
-from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pipeline.distributed.process import held_back
 from pipeline.errors import ConfigError, Interrupted, UserError
@@ -37,24 +36,18 @@ _STARTERS = {"mpi4py.futures", "pipeline.jobs.inside_job"}
 """Modules that start a stage with other ranks."""
 
 
-class _Shared:
-    """The value that the tasks of a pool share, in a worker."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    @cached_property
-    def value(self) -> Any:
-        """Unpickle it when a task needs it: the task then fails with the error, not the pool."""
-        return pickle.loads(self._pickled)
-
-
-_received: list[_Shared] = []
-"""In a worker, the value that its present pool sent."""
+_received: list[bytes] = []
+"""In a worker, the pickled value that its present pool sent."""
 
 
 def _receive(pickled: bytes) -> None:
-    _received[:] = [_Shared(pickled)]
+    _received[:] = [pickled]
+
+
+@lru_cache(maxsize=1)
+def _unpickled(pickled: bytes) -> Any:
+    """Unpickle a value when a task needs it: the task then fails with the error, not the pool."""
+    return pickle.loads(pickled)
 
 
 def _die_with_parent() -> None:
@@ -73,7 +66,7 @@ def _start_worker(pickled: bytes) -> None:
 
 
 def _call(function: Callable[[C, S], T], task: S) -> T:
-    return function(_received[0].value, task)
+    return function(_unpickled(_received[0]), task)
 
 
 def with_shared(function: Callable[[C, S], T]) -> Callable[[S], T]:
@@ -115,13 +108,8 @@ class WorkerPool(Pool, ProcessPoolExecutor):
         with held_back((signal.SIGINT,)):
             return super().submit(function, *args, **kwargs)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, KeyboardInterrupt | Interrupted | GeneratorExit):
             self._kill()
             return
         if isinstance(error, BrokenProcessPool):
@@ -130,7 +118,7 @@ class WorkerPool(Pool, ProcessPoolExecutor):
                 "the stage again, with fewer --processes."
             ) from error
         try:
-            self.shutdown(cancel_futures=kind is not None)
+            self.shutdown(cancel_futures=error is not None)
         except BaseException:  # Ctrl-C while the calls in work are waited for
             self._kill()
             raise
@@ -160,16 +148,8 @@ class RankPool(Pool):
         """Let the ranks end, after the calls that they have begun."""
         self._ranks.shutdown(wait=wait, cancel_futures=cancel_futures)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
+        self.shutdown(wait=error is None, cancel_futures=error is not None)
 
 
 def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Pool:

@@ -48,7 +48,6 @@ COLLECTIVE_SECONDS = 2 * SILENCE_SECONDS
 """How long a collective waits: longer, since the watchdog names the rank and comes first."""
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,12 @@ def discover(environment: Mapping[str, str]) -> World:
 
 _SIZE_NAMES = {
     "RANK": ("WORLD_SIZE",),
-    "SLURM_STEP_ID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "SLURM_PROCID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
     "PMI_RANK": ("PMI_SIZE",),
 }
-"""Variable that identifies a launcher → variables with its number of ranks, in order of
-precedence."""
+"""Variable with the rank, which tells the launcher → variables with the number of ranks; the first
+that is set counts."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -113,12 +112,10 @@ def rank_of(environment: Mapping[str, str]) -> int:
 
 def _rank_name(environment: Mapping[str, str]) -> str | None:
     """Return the variable with the rank of this process; None without a launcher."""
-    if "RANK" in environment:
-        return "RANK"
-    # A batch script has SLURM_PROCID, too, but no step.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return "SLURM_PROCID"
-    return next((name for name in _MPI_RANK_NAMES if name in environment), None)
+    names = [name for name in _SIZE_NAMES if name in environment]
+    if "SLURM_STEP_ID" not in environment and "SLURM_PROCID" in names:
+        names.remove("SLURM_PROCID")  # a batch script has it, too, but no step
+    return names[0] if names else None
 
 
 def own_rank() -> int:
@@ -134,11 +131,9 @@ def own_rank() -> int:
 
 def launched_size(environment: Mapping[str, str]) -> int | None:
     """Return how many ranks a launcher started; None if the environment does not tell."""
-    for mark, names in _SIZE_NAMES.items():
-        if mark in environment:
-            sizes = [environment[name] for name in names if name in environment]
-            return int(sizes[0]) if sizes and sizes[0].isdecimal() else None
-    return None
+    names = _SIZE_NAMES.get(_rank_name(environment) or "", ())
+    sizes = [environment[name] for name in names if name in environment]
+    return int(sizes[0]) if sizes and sizes[0].isdecimal() else None
 
 
 def slurm_port(job: int) -> int:
@@ -182,7 +177,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
-    size = _first(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), otherwise=1)
+    size = _first(environment, _SIZE_NAMES["SLURM_PROCID"])
     port = slurm_port(integer(environment, "SLURM_JOB_ID"))
     return World(
         rank=integer(environment, "SLURM_PROCID"),
@@ -307,10 +302,10 @@ def integer(
     )
 
 
-def _first(environment: Mapping[str, str], names: Sequence[str], *, otherwise: int = 0) -> int:
-    """Return the first of some variables that is set."""
+def _first(environment: Mapping[str, str], names: Sequence[str]) -> int:
+    """Return the first of some variables that is set; 1 without any."""
     found = next((name for name in names if name in environment), None)
-    return otherwise if found is None else integer(environment, found)
+    return 1 if found is None else integer(environment, found)
 
 
 def _port(environment: Mapping[str, str]) -> int:
@@ -636,9 +631,9 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        """Whether this process was asked to stop. Ranks can differ: decide by ``agreed``."""
-        self._handling = handled_by(self._raise)
+        self.received: signal.Signals | None = None
+        """The first signal."""
+        self._handling = handled_by(self._note)
 
     def __enter__(self) -> Self:
         self._handling.__enter__()
@@ -646,6 +641,11 @@ class StopFlag:
 
     def __exit__(self, *_: object) -> None:
         self._handling.__exit__(None, None, None)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop. Ranks can differ: decide by ``agreed``."""
+        return self.received is not None
 
     def agreed(self) -> bool:
         """Return whether any rank was asked to stop; all ranks call this and agree."""
@@ -655,5 +655,5 @@ class StopFlag:
             return self.requested
         return bool(all_max(torch.tensor(int(self.requested))).item())
 
-    def _raise(self, _number: signal.Signals) -> None:
-        self.requested = True
+    def _note(self, number: signal.Signals) -> None:
+        self.received = self.received or number

@@ -62,7 +62,7 @@ from pipeline.jobs.job_endings import (
     write_verdict,
 )
 from pipeline.jobs.site import MAX_RESTARTS
-from pipeline.jobs.slurm_commands import restarts_of
+from pipeline.jobs.slurm_commands import job_fields, restarts_of
 from pipeline.registry import STAGES
 
 EXIT_FAILED = 1
@@ -454,11 +454,6 @@ def failed_nodes(states: str | None) -> list[str]:
     pairs = [line.split() for line in (states or "").splitlines() if len(line.split()) == 2]
     failed = (name for name, state in pairs if state.startswith(("down", "fail")) or "*" in state)
     return list(dict.fromkeys(failed))
-
-
-def job_fields(text: str) -> dict[str, str]:
-    """Return the fields ``NAME=VALUE`` of ``scontrol --oneliner show job``."""
-    return dict(re.findall(r"(\S+?)=(\S*)", text))
 
 
 def _run(*command: str) -> str | None:

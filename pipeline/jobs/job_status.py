@@ -15,7 +15,7 @@ from pipeline.errors import ArtifactError, SchedulerError
 from pipeline.jobs.job_endings import Verdict, ended_starts, job_of, one_line
 from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.runner import status_rows
-from pipeline.jobs.slurm_commands import NEVER_SATISFIED, Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import NEVER_SATISFIED, SlurmJob
 from pipeline.jobs.submission import JobRecord, JobsRecord, jobs_of, log_dir, read_jobs
 from pipeline.terminal import clock_text, counted, text_table
 
@@ -27,12 +27,7 @@ _RATE_LINES = 20
 """Lines of metrics over which the speed of training is averaged."""
 
 
-def show_jobs(
-    resolved: ResolvedPlan,
-    *,
-    scheduler: Scheduler | None = None,
-    say: Callable[[str], None] = print,
-) -> None:
+def show_jobs(resolved: ResolvedPlan, *, say: Callable[[str], None] = print) -> None:
     """Print a table of the plan's stages with their jobs, if any were submitted."""
     record = read_jobs(resolved.out_dir)
     if record is None:
@@ -41,7 +36,7 @@ def show_jobs(
     jobs: Jobs | None = None
     unknown = ""
     try:
-        jobs = jobs_of(record, scheduler=scheduler or Scheduler())
+        jobs = jobs_of(record)
     except SchedulerError as error:
         unknown = f"States of jobs are unknown. {error}"
     rows = status_rows(resolved)  # after the jobs: one that has ended has made its artifact by now

@@ -8,7 +8,6 @@ ranks met it.
 """
 
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
@@ -17,13 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Self
 
-from pipeline.distributed.process import handled_by, held_back
-from pipeline.distributed.world import LOOPBACK, World, free_port
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
+from pipeline.artifacts.locks import exclusive, is_abandoned
+from pipeline.distributed.process import held_back
+from pipeline.distributed.world import LOOPBACK, StopFlag, World, free_port
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError
 from pipeline.jobs.job_endings import (
     REPORTS,
     TOLD_TO_END,
@@ -50,27 +49,17 @@ _SETTLE_SECONDS = 0.25
 """Seconds to wait for the rank that is the cause: it can end a moment after one that it left."""
 _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "mmnmt-reports-"
+_LOCK_NAME = "lock"
 _SECONDS_TO_LOCK = 60.0
-"""A folder without a lock is abandoned after this time: a launcher locks it after making it."""
+"""Seconds after which a launcher has locked its folder; before, the lock may look abandoned."""
 
 
-class StopRequests:
-    """Remembers signals to stop that arrive while children run, and forwards them.
-
-    A context manager; ``received`` is the first signal, or None.
-    """
+class StopRequests(StopFlag):
+    """Remembers signals to stop that arrive while children run, and forwards them."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        super().__init__()
         self._watched: list[list[subprocess.Popen[bytes]]] = []
-        self._handling = handled_by(self._forward)
-
-    def __enter__(self) -> Self:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
 
     def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
         """Forward signals to these children, too, including one already received."""
@@ -83,8 +72,8 @@ class StopRequests:
         with suppress(ValueError):  # not all of them were started
             self._watched.remove(children)
 
-    def _forward(self, number: signal.Signals) -> None:
-        self.received = self.received or number
+    def _note(self, number: signal.Signals) -> None:
+        super()._note(number)
         for children in [*self._watched]:  # another thread may forget some
             _signal_all(children, number)
 
@@ -138,35 +127,19 @@ def launch(
 
 @contextmanager
 def _reports_folder() -> Iterator[str]:
-    """Make a temporary folder for reports, and remove folders of launchers that were killed.
-
-    A launcher locks its folder: the lock ends with the process, even after kill -9.
-    """
+    """Make a temporary folder for reports, and remove folders of launchers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
-                os.close(_lock(folder))
+        with suppress(OSError):  # another user's
+            is_old = time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
+            if is_old and is_abandoned(folder / _LOCK_NAME):
                 shutil.rmtree(folder)
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
-        locked = None
-        with suppress(OSError):  # a file system without locks: nobody can take this for abandoned
-            locked = _lock(Path(name))
-        try:
-            yield name
-        finally:
-            if locked is not None:
-                os.close(locked)
-
-
-def _lock(folder: Path) -> int:
-    """Return an open file that holds the lock of a folder; raise OSError if it is held already."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name,
+        ExitStack() as stack,
+    ):
+        with suppress(ArtifactError):  # a full disk; nobody takes a folder without lock for left
+            stack.enter_context(exclusive(Path(name, _LOCK_NAME), what=name))
+        yield name
 
 
 def _conclude(

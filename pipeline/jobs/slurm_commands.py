@@ -1,10 +1,10 @@
 """Submit jobs to SLURM, ask for their state, and cancel them.
 
-:mod:`~pipeline.jobs.sbatch` writes the line of sbatch. :class:`Scheduler` calls it, ``scontrol``,
-``squeue``, ``sacct`` and ``scancel``, each for a bounded time. It distinguishes three answers about
-a job: its state, that SLURM does not know the job any more, and no answer. SLURM forgets an ended
-job after minutes (``MinJobAge``). Therefore a job that it does not know is never taken for done;
-only artifacts tell that.
+:mod:`~pipeline.jobs.sbatch` writes the line of sbatch. It, ``scontrol``, ``squeue``, ``sacct`` and
+``scancel`` are called for a bounded time each. There are three answers about a job: its state, that
+SLURM does not know the job any more, and no answer. SLURM forgets an ended job after minutes
+(``MinJobAge``). Therefore a job that it does not know is never taken for done; only artifacts tell
+that.
 """
 
 import os
@@ -34,9 +34,6 @@ _RUNS = {
 }
 _SILENCE = re.compile("Unable to contact|timed out|temporarily|Zero Bytes|Connection refused")
 """Answers of an sbatch that reaches no controller."""
-_FIELD = re.compile(
-    r"(?:^| )(JobName|Comment|JobState|Reason|Restarts|SubmitTime|StartTime|EndTime)=(\S*)"
-)
 
 NEVER_SATISFIED = "DependencyNeverSatisfied"
 """Reason for which SLURM cancels a job."""
@@ -102,133 +99,124 @@ class SlurmJob:
         return _REASONS.get(self.reason, self.reason.replace("_", " "))
 
 
-class Scheduler:
-    """SLURM, through its commands."""
+def submit(request: Request) -> str:
+    """Submit a job; return its id.
 
-    def __init__(self, *, answer_seconds: float = ANSWER_SECONDS) -> None:
-        self._seconds = answer_seconds
+    Raises:
+        SchedulerError: SLURM refuses it, or does not answer. It may then exist all the same:
+            ``find`` tells.
+    """
+    answer = _ask(request.command(), environment=request.environment)
+    # The sbatch of a site may print a greeting first.
+    job_ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer.stdout, re.MULTILINE)
+    if answer.returncode == 0 and job_ids:
+        return str(job_ids[-1])
+    if _SILENCE.search(answer.stderr):
+        raise _silent("sbatch", _said(answer))
+    later = ""
+    if "limit" in answer.stderr.lower():
+        later = ", or submit again when fewer jobs wait if their number is the limit"
+    raise SchedulerError(
+        f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the site "
+        f"file or the stage's job settings{later}."
+    )
 
-    @staticmethod
-    def is_here() -> bool:
-        """Return whether this machine has SLURM's commands."""
-        return shutil.which("sbatch") is not None
 
-    def submit(self, request: Request) -> str:
-        """Submit a job; return its id.
+def look_up(job_id: str) -> SlurmJob | None:
+    """Return a job; None if neither SLURM nor its accounting knows it.
 
-        Raises:
-            SchedulerError: SLURM refuses it, or does not answer. It may then exist all the same:
-                ``find`` tells.
-        """
-        answer = self._ask(request.command(), environment=request.environment)
-        # The sbatch of a site may print a greeting first.
-        job_ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer.stdout, re.MULTILINE)
-        if answer.returncode == 0 and job_ids:
-            return str(job_ids[-1])
-        if _SILENCE.search(answer.stderr):
-            raise self._silent("sbatch", _said(answer))
-        later = ""
-        if "limit" in answer.stderr.lower():
-            later = ", or submit again when fewer jobs wait if their number is the limit"
-        raise SchedulerError(
-            f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the site "
-            f"file or the stage's job settings{later}."
-        )
+    Raises:
+        SchedulerError: SLURM does not answer.
+    """
+    answer = _ask(["scontrol", "-o", "show", "job", job_id])
+    if answer.returncode == 0 and (job := _parsed(job_id, answer.stdout)) is not None:
+        return job
+    if "Invalid job id" not in answer.stderr:
+        raise _silent("scontrol", _said(answer))
+    return _accounted(job_id)
 
-    def job(self, job_id: str) -> SlurmJob | None:
-        """Return a job; None if neither SLURM nor its accounting knows it.
 
-        Raises:
-            SchedulerError: SLURM does not answer.
-        """
-        answer = self._ask(["scontrol", "-o", "show", "job", job_id])
-        if answer.returncode == 0 and (job := _parsed(job_id, answer.stdout)) is not None:
-            return job
-        if "Invalid job id" not in answer.stderr:
-            raise self._silent("scontrol", _said(answer))
-        return self._accounted(job_id)
+def _accounted(job_id: str) -> SlurmJob | None:
+    """Return a job that SLURM has forgotten, from accounting; None without accounting.
 
-    def _accounted(self, job_id: str) -> SlurmJob | None:
-        """Return a job that SLURM has forgotten, from accounting; None without accounting.
-
-        SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
-        as running for ever.
-        """
-        if shutil.which("sacct") is None:
-            return None
-        columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
-        lines = [line for line in self._ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
-        state, end, name, *_ = f"{lines[-1] if lines else ''}|||".split("|")
-        state = re.sub(r"\W.*", "", state)
-        if state not in _ENDED:
-            return None
-        restarts = len(lines) - 1  # -D lists every start
-        return SlurmJob(job_id, state, restarts=restarts, since=_utc(end), name=name)
-
-    def find(self, token: str) -> str | None:
-        """Return the id of this user's live job with a comment; None if there is none.
-
-        Raises:
-            SchedulerError: SLURM does not answer.
-        """
-        answer = self._ask(["squeue", "--me", "--noheader", "--format=%i %k"])
-        if answer.returncode != 0:
-            raise self._silent("squeue", _said(answer))
-        for line in answer.stdout.splitlines():
-            job_id, _, comment = line.strip().partition(" ")
-            if comment.strip() == token:
-                return job_id
+    SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
+    as running for ever.
+    """
+    if shutil.which("sacct") is None:
         return None
+    columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
+    lines = [line for line in _ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
+    state, end, name, *_ = f"{lines[-1] if lines else ''}|||".split("|")
+    state = re.sub(r"\W.*", "", state)
+    if state not in _ENDED:
+        return None
+    restarts = len(lines) - 1  # -D lists every start
+    return SlurmJob(job_id, state, restarts=restarts, since=_utc(end), name=name)
 
-    def cancel(self, job_ids: Collection[str]) -> None:
-        """Cancel jobs, whether they wait or run.
 
-        Raises:
-            SchedulerError: SLURM refuses, or does not answer.
-        """
-        if not job_ids:
-            return
-        answer = self._ask(["scancel", *job_ids])
-        if answer.returncode != 0:
-            raise SchedulerError(
-                f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Try scancel."
-            )
+def find(token: str) -> str | None:
+    """Return the id of this user's live job with a comment; None if there is none.
 
-    def _ask(
-        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        try:
-            answer = subprocess.run(
-                command,
-                env={**outside_of_jobs(os.environ), **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self._seconds,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise SchedulerError(
-                f"There is no {command[0]} on this machine. {_ELSEWHERE}"
-            ) from error
-        except subprocess.TimeoutExpired as error:
-            raise self._silent(command[0], f"nothing in {self._seconds:.0f} s") from error
-        except OSError as error:
-            raise self._silent(command[0], error.strerror or str(error)) from error
-        # Accounting that is not set up answers like none.
-        if command[0] != "sacct" and answer.returncode and "configuration source" in answer.stderr:
-            raise SchedulerError(
-                f"SLURM is not configured on this machine ({_said(answer)}). {_ELSEWHERE}"
-            )
-        return answer
+    Raises:
+        SchedulerError: SLURM does not answer.
+    """
+    answer = _ask(["squeue", "--me", "--noheader", "--format=%i %k"])
+    if answer.returncode != 0:
+        raise _silent("squeue", _said(answer))
+    for line in answer.stdout.splitlines():
+        job_id, _, comment = line.strip().partition(" ")
+        if comment.strip() == token:
+            return job_id
+    return None
 
-    @staticmethod
-    def _silent(program: str, said: str) -> SchedulerError:
-        return SchedulerError(
-            f"SLURM gives {program} no answer ({said}). Its controller may be down: try again "
-            "later."
+
+def cancel(job_ids: Collection[str]) -> None:
+    """Cancel jobs, whether they wait or run.
+
+    Raises:
+        SchedulerError: SLURM refuses, or does not answer.
+    """
+    if not job_ids:
+        return
+    answer = _ask(["scancel", *job_ids])
+    if answer.returncode != 0:
+        raise SchedulerError(
+            f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Try scancel."
         )
+
+
+def _ask(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        answer = subprocess.run(
+            command,
+            env={**outside_of_jobs(os.environ), **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError(f"There is no {command[0]} on this machine. {_ELSEWHERE}") from error
+    except subprocess.TimeoutExpired as error:
+        raise _silent(command[0], f"nothing in {ANSWER_SECONDS:.0f} s") from error
+    except OSError as error:
+        raise _silent(command[0], error.strerror or str(error)) from error
+    # Accounting that is not set up answers like none.
+    if command[0] != "sacct" and answer.returncode and "configuration source" in answer.stderr:
+        raise SchedulerError(
+            f"SLURM is not configured on this machine ({_said(answer)}). {_ELSEWHERE}"
+        )
+    return answer
+
+
+def _silent(program: str, said: str) -> SchedulerError:
+    return SchedulerError(
+        f"SLURM gives {program} no answer ({said}). Its controller may be down: try again later."
+    )
 
 
 def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
@@ -249,16 +237,20 @@ def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def shell_prefix(environment: Mapping[str, str]) -> str:
-    """Return the words with which bash calls a command without variables, as Scheduler does."""
+    """Return the words with which bash calls a command without variables, as ``_ask`` does."""
     dropped = sorted(environment.keys() - outside_of_jobs(environment).keys())
     return "".join(["env "] * bool(dropped) + [f"-u {shlex.quote(name)} " for name in dropped])
 
 
+def job_fields(text: str) -> dict[str, str]:
+    """Return the fields ``NAME=VALUE`` of ``scontrol --oneliner show job``."""
+    found = re.findall(r"(?:^| )([^\s=]+)=(\S*)", text.partition("\n")[0])
+    return dict(reversed(found))  # the first counts: a command of the user's may have its like
+
+
 def _parsed(job_id: str, text: str) -> SlurmJob | None:
     """Return the job that a line of ``scontrol -o show job`` describes."""
-    fields: dict[str, str] = {}
-    for name, value in _FIELD.findall(text.splitlines()[0] if text else ""):
-        fields.setdefault(name, value)
+    fields = job_fields(text)
     if "JobState" not in fields:
         return None
     state, reason = fields["JobState"], fields.get("Reason", "")

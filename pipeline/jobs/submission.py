@@ -21,6 +21,7 @@ anew.
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, Interrupted, SchedulerError
+from pipeline.jobs import slurm_commands
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.job_endings import now, recorded_starts
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -46,7 +48,7 @@ from pipeline.jobs.runner import (
 )
 from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Allocation, Site, allocate
-from pipeline.jobs.slurm_commands import Scheduler, SlurmJob, shell_prefix
+from pipeline.jobs.slurm_commands import SlurmJob, shell_prefix
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
@@ -101,7 +103,7 @@ def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     write_whole(plan_dir / RECORD_NAME, record.model_dump_json(indent=1))
 
 
-def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, SlurmJob | None]:
+def jobs_of(record: JobsRecord) -> dict[str, SlurmJob | None]:
     """Return stage → its newest job; None if the scheduler does not know it any more.
 
     Raises:
@@ -109,8 +111,8 @@ def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, SlurmJob |
     """
     jobs: dict[str, SlurmJob | None] = {}
     for name, known in record.stages.items():
-        job_id = known.id or scheduler.find(known.token)
-        job = scheduler.job(job_id) if job_id else None
+        job_id = known.id or slurm_commands.find(known.token)
+        job = slurm_commands.look_up(job_id) if job_id else None
         if job is not None:  # as far as the scheduler tells
             is_same = job.name in ("", job_name(name)) and job.comment in ("", known.token)
             job = job if is_same else None
@@ -123,9 +125,9 @@ def job_name(stage: str) -> str:
     return f"mmnmt-{stage}"
 
 
-def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, SlurmJob]:
+def live_jobs(record: JobsRecord) -> dict[str, SlurmJob]:
     """Return stage → its waiting or running job."""
-    jobs = jobs_of(record, scheduler=scheduler)
+    jobs = jobs_of(record)
     return {name: job for name, job in jobs.items() if job is not None and job.is_live}
 
 
@@ -167,7 +169,7 @@ class _Submission:
     site: Site
     _rebuild: Collection[str]
     _check: Check | None
-    scheduler: Scheduler | None
+    _asks: bool = True  # else no stage counts as submitted
 
     def __post_init__(self) -> None:
         self.resolved.require_inputs()
@@ -175,7 +177,7 @@ class _Submission:
         refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
         self.record = read_jobs(self.resolved.out_dir) or JobsRecord(ds_config=ds_config)
-        self.jobs = live_jobs(self.record, scheduler=self.scheduler) if self.scheduler else {}
+        self.jobs = live_jobs(self.record) if self._asks else {}
 
     def decisions(self) -> list[Decision]:
         """Decide for all stages, in order.
@@ -316,7 +318,6 @@ def submit_plan(
     *,
     rebuild: Collection[str] = (),
     check: Check | None = None,
-    scheduler: Scheduler | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Submit a job for every stage that is neither up to date nor submitted already.
@@ -326,7 +327,6 @@ def submit_plan(
         site: the cluster.
         rebuild: stages that may train anew; earlier training is set aside.
         check: refuses a stage that cannot run as allocated.
-        scheduler: where to submit.
         say: prints a line.
 
     Raises:
@@ -334,12 +334,11 @@ def submit_plan(
         ArtifactError: training would be lost, or another command works on the folder.
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
-    scheduler = scheduler or Scheduler()
-    lock_path, what = plan_lock_path(resolved.out_dir), str(resolved.out_dir)
-    with exclusive(lock_path, what=what), _telling_what_stays(say):
-        submission = _Submission(resolved, site, rebuild, check, scheduler)
+    path, what = plan_lock_path(resolved.out_dir), str(resolved.out_dir)
+    with exclusive(path, what=what), _telling_what_stays(say):
+        submission = _Submission(resolved, site, rebuild, check)
         decisions = submission.decisions()
-        scheduler.cancel(_canceled(decisions))
+        slurm_commands.cancel(_canceled(decisions))
         record = submission.record.model_copy(update={"ds_config": site.auto_ds_config})
         ids = _kept(decisions, submission.jobs)
         for decision in decisions:
@@ -354,7 +353,7 @@ def submit_plan(
                 )
                 write_jobs(resolved.out_dir, record.with_job(name, job))
                 request.log.parent.mkdir(parents=True, exist_ok=True)
-                ids[name] = scheduler.submit(request)
+                ids[name] = slurm_commands.submit(request)
                 record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
                 write_jobs(resolved.out_dir, record)
             elif decision.job is not None:
@@ -383,17 +382,17 @@ def show_commands(
     *,
     rebuild: Collection[str] = (),
     check: Check | None = None,
-    scheduler: Scheduler | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Print what ``submit_plan`` would do as lines of bash; change nothing.
 
-    Without ``scheduler``, or if it does not answer, no stage counts as submitted.
+    Where SLURM is not, or does not answer, no stage counts as submitted.
     """
+    is_here = shutil.which("sbatch") is not None
     try:
-        submission = _Submission(resolved, site, rebuild, check, scheduler)
+        submission = _Submission(resolved, site, rebuild, check, is_here)
     except SchedulerError as error:
-        submission = _Submission(resolved, site, rebuild, check, None)
+        submission = _Submission(resolved, site, rebuild, check, _asks=False)
         say(f"# States of jobs are unknown: no stage counts as submitted. {error}")
     decisions = submission.decisions()
     prefix = shell_prefix(os.environ)
@@ -426,13 +425,12 @@ def cancel_jobs(
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
-    scheduler = Scheduler()
     for name in stages:
         resolved.require_stage(name, "--only")
     record = _submitted(resolved)
-    live = live_jobs(record, scheduler=scheduler)
+    live = live_jobs(record)
     chosen = {name: job for name, job in live.items() if not stages or name in stages}
-    scheduler.cancel([job.id for job in chosen.values()])
+    slurm_commands.cancel([job.id for job in chosen.values()])
     for name, job in chosen.items():
         say(f"{name}: canceled job {job.id}")
     if not chosen:

@@ -36,9 +36,8 @@ from pipeline.artifacts.corpus import (
     write_details,
     write_hypotheses,
 )
-from pipeline.artifacts.locks import held_lock
+from pipeline.artifacts.locks import held_lock, lock_path
 from pipeline.artifacts.manifest import run_dir
-from pipeline.artifacts.places import lock_path
 from pipeline.artifacts.run_folders import (
     NOTE_NAME,
     TRANSLATION_FILES,

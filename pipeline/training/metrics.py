@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.places import sync
-from pipeline.artifacts.run_folders import LOCK_NAME, Position
+from pipeline.artifacts.run_folders import Position, run_lock_path
 from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.process import BUSY_TIME, advancing
@@ -299,7 +299,7 @@ class MetricsLog:
     def _write(self, kind: str, record: Mapping[str, object], position: Position) -> None:
         if self._world.rank != 0:
             return
-        refuse_if_lost(self._file.path.parent / LOCK_NAME)
+        refuse_if_lost(run_lock_path(self._file.path.parent))
         update = position.update
         self._file.write({"kind": kind, "update": update, "seconds": position.seconds, **record})
         self._write_events(

@@ -40,7 +40,7 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import Lock, exclusive, refuse_if_lost
+from pipeline.artifacts.locks import Lock, held_lock, lock_path, refuse_if_lost, sole_writer
 from pipeline.artifacts.manifest import run_dir, updates_of_name
 from pipeline.artifacts.places import (
     discard_working,
@@ -51,7 +51,6 @@ from pipeline.artifacts.places import (
     restore,
 )
 from pipeline.artifacts.run_folders import (
-    LOCK_NAME,
     Whole,
     announce_removal,
     change_of_total,
@@ -59,6 +58,7 @@ from pipeline.artifacts.run_folders import (
     leftovers,
     remove_contents,
     remove_emptied,
+    run_lock_path,
     state_names,
     states_dir,
     why_not_to_go_on,
@@ -73,9 +73,6 @@ from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import OptimizerConfig
 
-LOCK_PATIENCE_SECONDS = 5.0
-"""Seconds to wait for the lock: a run that was just stopped may still be ending."""
-
 
 class RunDirectory:
     """Paths and bookkeeping of one training run, shared by all its ranks."""
@@ -89,7 +86,7 @@ class RunDirectory:
         inputs: Mapping[str, InputRecord],
         world: World,
     ) -> None:
-        self.directory = run_dir(out_dir)
+        self._out_dir, self.directory = out_dir, run_dir(out_dir)
         self.states_dir = states_dir(self.directory)
         self.best_dir = self.directory / "best"
         self.mean_dir = self.directory / "mean"
@@ -99,11 +96,12 @@ class RunDirectory:
         self._world = world
         self._pending: _PendingWrite | None = None
         self._lock: Lock | None = None
-        self._is_removed = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this run; all ranks call this and know the lock of rank 0.
+        """Claim the directory under the lock of the output, which a command holds already.
+
+        All ranks call this and know the lock of rank 0.
 
         Raises:
             ArtifactError: another run holds it, or it is not a run's folder.
@@ -111,19 +109,14 @@ class RunDirectory:
         with ExitStack() as stack:
 
             def claim() -> Lock:
+                held = held_lock(lock_path(self._out_dir))
+                lock = held or stack.enter_context(sole_writer(self._out_dir))
                 claim_run_folder(self.directory, work="training")
-                lock = exclusive(
-                    self.directory / LOCK_NAME,
-                    what=str(self.directory),
-                    patience_seconds=LOCK_PATIENCE_SECONDS,
-                )
-                return stack.enter_context(lock)
+                return lock
 
             self._lock = on_rank_zero(claim, path=self.directory, error=ArtifactError)
             stack.callback(setattr, self, "_lock", None)
             yield
-        if self._is_removed:
-            self._remove_emptied()
 
     def resume_from(self) -> Artifact | None:
         """Return the highest complete training state of this run, or None to begin.
@@ -329,30 +322,18 @@ class RunDirectory:
         announce_removal(self.directory, key=key)
 
     def remove(self) -> None:
-        """Remove what training wrote here; rank 0 only, at the end of the block of ``locked``.
+        """Remove what training wrote here, and the directory if it is then empty; rank 0 only.
 
         The artifact exists already: what cannot be removed is printed, and no error.
         """
         self._refuse_if_lost()
         try:
             remove_contents(self.directory)
-            self._is_removed = True
-        except OSError as error:
-            self._say_not_removed(error)
-
-    def _remove_emptied(self) -> None:
-        """Remove the directory once the lock's file is no longer in it."""
-        try:
             problem = remove_emptied(self.directory)
         except OSError as error:
-            self._say_not_removed(error)
-        else:
-            if problem:
-                print(problem, file=sys.stderr, flush=True)
-
-    def _say_not_removed(self, error: OSError) -> None:
-        reason = describe_os_error(error)
-        print(f"{self.directory} could not be removed ({reason}).", file=sys.stderr, flush=True)
+            problem = f"{self.directory} could not be removed ({describe_os_error(error)})."
+        if problem:
+            print(problem, file=sys.stderr, flush=True)
 
 
 class _PendingWrite:
@@ -561,7 +542,7 @@ class Quarantine:
             ) from error
 
     def _write(self, entries: Sequence[LeftOut]) -> None:
-        refuse_if_lost(self.path.parent / LOCK_NAME)
+        refuse_if_lost(run_lock_path(self.path.parent))
         for one in entries:
             self._file.write(vars(one))
         with self.path.open("rb") as stream:

@@ -9,7 +9,7 @@ from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import attend_to_source, tiny_model
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.tokenizer import ByteVocabulary
+from pipeline.artifacts.vocabularies import ByteVocabulary
 
 TEXTS = {
     "de-en": {

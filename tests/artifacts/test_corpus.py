@@ -1,6 +1,5 @@
 """Corpora are read line by line and pair by pair, translations as they were written."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,24 +116,24 @@ def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statistics", "reason"),
+    "statistics",
     [
-        *(({}, "have no table 'pairs'"), ({"pairs": [1]}, "have no table 'pairs'")),
+        *({}, {"pairs": [1]}),
         *(
-            ({"pairs": {name: {"train": 1}}}, f"name a pair '{name}'")
+            {"pairs": {name: {"train": 1}}}
             for name in ("deen", "en-de", "../../x-en", "de-en-fr", "/de-en", "-en", "..-en")
         ),
         *(
-            ({"pairs": {"de-en": counts}}, "no counts of 'de-en'")
+            {"pairs": {"de-en": counts}}
             for counts in (1, {"train": -1}, {"train": "5"}, {"train": True})
         ),
     ],
 )
 def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
-    tmp_path: Path, statistics: dict[str, object], reason: str
+    tmp_path: Path, statistics: dict[str, object]
 ) -> None:
     made = artifact(tmp_path, "corpus", lambda writer: writer.statistics.update(statistics))
-    with pytest.raises(ArtifactError, match=f"{re.escape(reason)}.*and run stage 'test' again"):
+    with pytest.raises(ArtifactError, match=r"under 'pairs' what .*run stage 'test' again"):
         line_counts(made, "train")
 
 

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -26,8 +26,15 @@ from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.locks import ATTEMPT_VARIABLE, Lock, Owner, exclusive, sole_writer
-from pipeline.artifacts.places import lock_path, make_working, unfinished_dir
+from pipeline.artifacts.locks import (
+    ATTEMPT_VARIABLE,
+    Lock,
+    Owner,
+    exclusive,
+    lock_path,
+    sole_writer,
+)
+from pipeline.artifacts.places import make_working, unfinished_dir
 from pipeline.errors import ArtifactError
 
 Capture = pytest.CaptureFixture[str]
@@ -40,8 +47,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "lock"
 
 
-def refuse(path: Path, match: str, **options: Any) -> None:
-    with pytest.raises(ArtifactError, match=match), exclusive(path, what="x", **options):
+def refuse(path: Path, match: str) -> None:
+    with pytest.raises(ArtifactError, match=match), exclusive(path, what="x"):
         pytest.fail("it was taken")
 
 
@@ -222,7 +229,9 @@ def test_a_stopped_holder_keeps_its_lock(path: Path, monkeypatch: pytest.MonkeyP
     with holder_process(path) as process:
         os.kill(process, signal.SIGSTOP)
         os.waitpid(process, os.WUNTRACED)
-        refuse(path, f"is being written by process {process} ", patience_seconds=0.5)
+        refuse(path, f"is being written by process {process} ")
+        time.sleep(0.5)
+        refuse(path, f"is being written by process {process} ")
 
 
 def test_a_forked_child_does_not_release_its_parents_lock(path: Path) -> None:
@@ -441,7 +450,11 @@ def test_processes_that_come_and_go_and_are_killed_never_hold_the_lock_together(
 
     def come_and_go() -> None:
         for turn in range(turns):
-            with exclusive(path, what="x", patience_seconds=60) as lock:
+            with ExitStack() as stack:
+                lock = None
+                while lock is None:
+                    with suppress(ArtifactError):  # another process holds it
+                        lock = stack.enter_context(exclusive(path, what="x"))
                 note("enters")
                 time.sleep(0.0005)
                 lock.refuse_if_lost()

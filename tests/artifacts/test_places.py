@@ -32,7 +32,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import claim_run_folder, set_aside
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
@@ -196,7 +196,7 @@ def operate(
             plan = load_plan(str(recipe.with_name("plan.toml")))
             with contextlib.suppress(UserError):
                 placed = resolve_plan(
-                    plan, out_dir=out_dir, given={"text": RawPaths((given_path,))}
+                    plan, out_dir=out_dir, given={"text": RawInput((given_path,))}
                 )
                 run_plan(placed, launcher=in_this_process, say=lambda _: None)
             return [place for name in plan.stages for place in working_places(out_dir / name)]

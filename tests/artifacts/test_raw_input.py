@@ -10,7 +10,7 @@ from support.raw_trees import write
 from pipeline.artifacts.artifact import raw_digest
 from pipeline.artifacts.raw_input import (
     HubDataset,
-    RawPaths,
+    RawInput,
     iterate_raw_lines,
     named_files,
     raw_input,
@@ -58,13 +58,14 @@ def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path:
 def test_a_data_set_of_the_hub_is_its_name_and_commit() -> None:
     value = f"hub:Helsinki-NLP/opus-100@{COMMIT}"
     found = raw_input([value])
-    assert found == HubDataset("Helsinki-NLP/opus-100", COMMIT)
+    assert found == RawInput(dataset=HubDataset("Helsinki-NLP/opus-100", COMMIT))
     assert found.values == (value,)
     assert found.named("raw") == {}
     record = found.records("raw")["raw"]
     assert (record.kind, record.path) == ("raw", value)
     assert record.digest == found.records("raw")["raw"].digest
-    assert record.digest != HubDataset("owner/other", COMMIT).records("raw")["raw"].digest
+    other = RawInput(dataset=HubDataset("owner/other", COMMIT))
+    assert record.digest != other.records("raw")["raw"].digest
 
 
 @pytest.mark.parametrize(
@@ -92,15 +93,14 @@ def test_paths_that_are_links_to_each_other_are_left_to_the_readers(tmp_path: Pa
     first, second = tmp_path / "a", tmp_path / "b"
     first.symlink_to(second)
     second.symlink_to(first)
-    assert raw_input([str(first), str(second)]) == RawPaths((first, second))
+    assert raw_input([str(first), str(second)]) == RawInput((first, second))
 
 
 def test_where_one_path_is_wanted_several_or_a_data_set_are_refused() -> None:
-    assert RawPaths((Path("a"),)).only_path() == Path("a")
-    with pytest.raises(ConfigError, match="a, b are several paths where one is wanted"):
-        raw_input(["a", "b"]).only_path()
-    with pytest.raises(ConfigError, match="is a data set of the hub where a path is wanted"):
-        HubDataset("a/b", COMMIT).only_path()
+    assert RawInput((Path("a"),)).only_path() == Path("a")
+    for values in (["a", "b"], [f"hub:a/b@{COMMIT}"]):
+        with pytest.raises(ConfigError, match=f"{', '.join(values)}: a single path is wanted"):
+            raw_input(values).only_path()
 
 
 def write_table(path: Path, columns: dict[str, Any], **options: Any) -> None:

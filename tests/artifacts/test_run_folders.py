@@ -15,11 +15,10 @@ from support.folder_listing import names_in
 from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts.artifact import Kind, open_artifact
-from pipeline.artifacts.locks import Owner, exclusive, sole_writer
+from pipeline.artifacts.locks import Owner, exclusive, lock_path, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME, run_dir
-from pipeline.artifacts.places import lock_path, replaced_dir, unfinished_dir
+from pipeline.artifacts.places import replaced_dir, unfinished_dir
 from pipeline.artifacts.run_folders import (
-    LOCK_NAME,
     announce_removal,
     claim_run_folder,
     finish_removal,
@@ -40,7 +39,7 @@ KILLED = 9
 def write_stacks(folder: Path) -> None:
     """As a watchdog does, which may come before the folder is claimed."""
     stacks_dir(folder).mkdir(parents=True)
-    for name in ("rank-0.txt", "rank-1.txt", "nccl-rank-0"):
+    for name in ("rank-0.txt", "rank-1.txt"):
         (stacks_dir(folder) / name).write_text("Thread 0x1:\n")
 
 
@@ -68,9 +67,9 @@ def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
 def remove(out_dir: Path) -> None:
     """As training does at its end."""
     folder = run_dir(out_dir)
-    with sole_writer(out_dir), exclusive(folder / LOCK_NAME, what=str(folder)):
+    with sole_writer(out_dir):
         remove_contents(folder)
-    assert remove_emptied(folder) is None
+        assert remove_emptied(folder) is None
 
 
 def remove_until_killed(out_dir: Path, number: int) -> bool:
@@ -110,12 +109,12 @@ def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: P
         killed = remove_until_killed(out_dir, number)
         assert finish_removal(out_dir) is None
         if folder.exists():  # nothing but what any run folder begins with: the next one's
-            assert {path.name for path in folder.iterdir()} <= {MARKER_NAME, LOCK_NAME}
+            assert {path.name for path in folder.iterdir()} <= {MARKER_NAME}
             claim_run_folder(folder, work="training")
         open_artifact(out_dir, kind="checkpoint").check()
         if not killed:
             break
-    assert number > 12, "three artifacts, curves, lock, note, marker and folders"
+    assert number > 12, "three artifacts, curves, note, marker and folders"
     assert not folder.exists()
     assert names_in(out_dir.parent) == ["model"]
 

@@ -16,13 +16,12 @@ from support.pieces import train_pieces
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
 from pipeline.artifacts.tokenizer import (
-    SPECIALS,
     Tokenizer,
     TokenizerDescription,
-    build_tokenizer,
+    TokenizerFiles,
     load_tokenizer,
-    write_tokenizer,
 )
+from pipeline.artifacts.vocabularies import SPECIALS
 from pipeline.errors import ArtifactError, ConfigError
 
 LANGUAGES = ("de", "ja", "th", "zh")
@@ -68,7 +67,7 @@ def described(named: Mapping[str, str], kind: str = "bytes") -> TokenizerDescrip
 
 
 def tokenizer_with(named: Mapping[str, str], model: bytes | None = None) -> Tokenizer:
-    return build_tokenizer(described(named, "sentencepiece" if model else "bytes"), model)
+    return TokenizerFiles(described(named, "sentencepiece" if model else "bytes"), model).build()
 
 
 def words_of(segmenters: Segmenters, tokenizer: Tokenizer, language: str, line: str) -> list[str]:
@@ -191,13 +190,13 @@ def test_a_line_has_the_same_words_alone_and_among_others() -> None:
 def test_a_file_and_a_fingerprint_have_the_segmenters(tmp_path: Path, function_file: Path) -> None:
     named = {"jpn": "mecab", "th": f"{function_file}:pairs"}
     description = described(named)
-    write_tokenizer(tmp_path, description=description, model=None)
+    TokenizerFiles(description).write(tmp_path)
     found = load_tokenizer(tmp_path)
     assert found.segmenters.keys() == {"ja", "th"}
     assert found.segmenters == description.segmenters
     assert str(tmp_path) not in (tmp_path / "tokenizer.json").read_text()
     plain = tokenizer_with({})
-    write_tokenizer(tmp_path, description=bytes_of(LANGUAGES), model=None)
+    TokenizerFiles(bytes_of(LANGUAGES)).write(tmp_path)
     document = json.loads((tmp_path / "tokenizer.json").read_text())
     assert document.keys() == {"kind", "languages", "language_token_scheme"}, "as of old"
     assert len({plain.fingerprint, found.fingerprint, tokenizer_with(named).fingerprint}) == 2

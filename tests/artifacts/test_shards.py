@@ -16,7 +16,7 @@ from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split, emptied_pairs, imported_lines, languages, line_counts
 from pipeline.artifacts.shards import ShardWriter, open_shard, read_mixture, shard_names
-from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
@@ -46,7 +46,7 @@ TEXTS: Texts = {
 
 def make_tokenizer(directory: Path, codes: tuple[str, ...] = ("de", "en", "ru")) -> Artifact:
     with writing(directory, "tokenizer", "train_tokenizer") as writer:
-        write_tokenizer(writer.directory, description=bytes_of(codes), model=None)
+        TokenizerFiles(bytes_of(codes)).write(writer.directory)
     return open_artifact(directory, kind="tokenizer")
 
 
@@ -212,7 +212,7 @@ def test_a_truncated_shard_is_refused(inputs: Inputs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("offsets", "told"),
-    [([0, 2], r"de\.tokens has 5 bytes, which does not fit the 2"), ([0, 9, 2], "do not ascend")],
+    [([0, 2], r"de\.tokens has 5 bytes for 2 tokens"), ([0, 9, 2], "do not ascend")],
 )
 def test_two_files_of_a_side_that_do_not_fit_together_are_refused(
     offsets: list[int], told: str, tmp_path: Path

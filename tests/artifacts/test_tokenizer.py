@@ -19,15 +19,14 @@ from data_prep.settings import TokenizerConfig
 from data_prep.train_tokenizer import draw, sample_quotas
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.tokenizer import (
-    ByteVocabulary,
     Tokenizer,
     TokenizerDescription,
-    build_tokenizer,
+    TokenizerFiles,
     copy_tokenizer,
     load_tokenizer,
     tags,
-    write_tokenizer,
 )
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from pipeline.temperature_sampling import temperature_probabilities
@@ -84,7 +83,7 @@ def subwords(trained: Artifact) -> Tokenizer:
 
 
 def bytes_tokenizer(languages: tuple[str, ...] = ("de", "en", "zh")) -> Tokenizer:
-    return build_tokenizer(bytes_of(languages), None)
+    return TokenizerFiles(bytes_of(languages)).build()
 
 
 def train_model(**ids: int) -> bytes:
@@ -139,7 +138,7 @@ def test_an_unknown_language_is_refused_with_the_nearest_codes() -> None:
 
 def test_special_ids_are_those_of_the_model() -> None:
     model = train_model(unk_id=0, pad_id=1, eos_id=5, bos_id=7)
-    tokenizer = build_tokenizer(ENGLISH, model)
+    tokenizer = TokenizerFiles(ENGLISH, model).build()
     found = (tokenizer.unk_id, tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id)
     assert found == (0, 1, 5, 7)
     line = sentences("en", 1)[0]
@@ -152,7 +151,7 @@ def test_a_model_without_a_padding_piece_of_its_own_is_refused() -> None:
     as_unknown = train_model() + bytes([2 << 3 | 2, len(unknown)]) + unknown
     for model in (train_model(pad_id=-1), as_unknown):
         with pytest.raises(ArtifactError, match="four distinct ids"):
-            build_tokenizer(ENGLISH, model)
+            TokenizerFiles(ENGLISH, model).build()
 
 
 def test_unsorted_or_repeated_languages_are_refused() -> None:
@@ -167,7 +166,10 @@ def test_the_fingerprint_tells_languages_schemes_and_models_apart() -> None:
         for code, scheme in itertools.product(("de", "en"), ("underscores", "angle"))
     ]
     models = [train_model(), train_model(pad_id=1, bos_id=0)]
-    found = {build_tokenizer(*both).fingerprint for both in itertools.product(descriptions, models)}
+    found = {
+        TokenizerFiles(*both).build().fingerprint
+        for both in itertools.product(descriptions, models)
+    }
     assert len(found) == 8
 
 
@@ -185,10 +187,10 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"tokenizer\.json does not describe"):
         load_tokenizer(tmp_path)
-    write_tokenizer(tmp_path, description=ENGLISH, model=None)
+    TokenizerFiles(ENGLISH).write(tmp_path)
     with pytest.raises(ArtifactError, match=r"sentencepiece\.model cannot be read"):
         load_tokenizer(tmp_path)
-    write_tokenizer(tmp_path, description=ENGLISH, model=b"damaged")
+    TokenizerFiles(ENGLISH, b"damaged").write(tmp_path)
     with pytest.raises(ArtifactError, match=r"sentencepiece\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 

@@ -15,18 +15,12 @@ from support.foreign_models import pieces_of
 from support.pieces import train_pieces
 from transformers import M2M100Tokenizer
 
-from pipeline.artifacts.tokenizer import (
-    Numbering,
-    TokenizerDescription,
-    build_tokenizer,
-    load_tokenizer,
-    tags,
-    write_tokenizer,
-)
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, load_tokenizer, tags
 from pipeline.artifacts.vocabularies import (
     BYTE_LINE,
     ByteLevelVocabulary,
     ByteVocabulary,
+    Numbering,
     SentencePieceVocabulary,
     Vocabulary,
     decode_bytes,
@@ -159,7 +153,7 @@ def test_pieces_of_bytes_are_spelled_as_text_if_they_are(byte_level: ByteLevelVo
 
 
 def test_a_tokenizer_counts_what_it_drops() -> None:
-    tokenizer = build_tokenizer(bytes_of(("de",)), None)
+    tokenizer = TokenizerFiles(bytes_of(("de",))).build()
     ids = [tokenizer.language_token_id("de"), *tokenizer.encode("é")[:1], *tokenizer.encode("b")]
     assert tokenizer.decode_counted(ids) == ("b", 1)
     assert tokenizer.decode(ids) == "b"
@@ -219,7 +213,7 @@ def test_ids_are_those_of_hugging_faces_tokenizer(
 ) -> None:
     """Text, tags and specials; from a folder of our own, and back to text."""
     described = description(model, vocabulary, peer)
-    write_tokenizer(tmp_path, description=described, model=model)
+    TokenizerFiles(described, model).write(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.size == len(vocabulary) + len(peer.lang_code_to_token) + SPARE
     unknown = 0
@@ -237,7 +231,7 @@ def test_ids_are_those_of_hugging_faces_tokenizer(
 
 
 def test_ids_of_nothing_mean_nothing(model: bytes, vocabulary: dict[str, int], peer: Any) -> None:
-    tokenizer = build_tokenizer(description(model, vocabulary, peer), model)
+    tokenizer = TokenizerFiles(description(model, vocabulary, peer), model).build()
     spare = range(tokenizer.size - SPARE, tokenizer.size)
     assert tokenizer.decode(spare) == ""
     assert all(tokenizer.language_of_token(index) is None for index in spare)
@@ -268,8 +262,6 @@ def test_a_numbering_of_another_vocabulary_is_one_sentence(
     described = description(model, vocabulary, peer)
     assert described.numbering is not None
     shorter = described.numbering.model_copy(update={"pieces": described.numbering.pieces[:-1]})
-    write_tokenizer(
-        tmp_path, description=described.model_copy(update={"numbering": shorter}), model=model
-    )
+    TokenizerFiles(described.model_copy(update={"numbering": shorter}), model).write(tmp_path)
     with pytest.raises(ArtifactError, match="numbers 37 pieces, and the vocabulary has 38"):
         load_tokenizer(tmp_path)

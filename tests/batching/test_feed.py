@@ -25,7 +25,7 @@ from support.passes import assert_same, join
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.shards import Mixture, ShardWriter
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
@@ -95,9 +95,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for corpus, sizes in SIZES.items():
         generator = np.random.default_rng(11)
         with writing(directory / corpus, "shards") as writer:
-            write_tokenizer(
-                writer.path("tokenizer/tokenizer.json").parent, description=description, model=None
-            )
+            TokenizerFiles(description).write(writer.path("tokenizer/tokenizer.json").parent)
             for name, size in sizes.items():
                 for split, count in (("train", size), ("valid", 5)):
                     for code in name.split("-"):

@@ -6,7 +6,8 @@ import pytest
 from support.exported_models import own_tokenizer
 from transformers import NllbTokenizer
 
-from pipeline.artifacts.tokenizer import MODEL_NAME, Tokenizer, tags
+from pipeline.artifacts.tokenizer import Tokenizer, tags
+from pipeline.artifacts.vocabularies import MODEL_NAME
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.batching.settings import BatchesConfig
 

@@ -39,7 +39,7 @@ from support.m2m100_peer import m2m100_peer
 from support.tiny_models import PAD_ID
 from work import beam_search, training_step
 
-from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, TokenizerFiles, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.model.building import build_model
 from pipeline.model.parameters import initialize_weights
@@ -76,7 +76,7 @@ def byte_tokenizer() -> Tokenizer:
     description = TokenizerDescription(
         kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
     )
-    return build_tokenizer(description, None)
+    return TokenizerFiles(description).build()
 
 
 def model_of(

@@ -47,7 +47,7 @@ from data_prep import train_tokenizer
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
 from pipeline.languages import FAMILIES
 
@@ -116,13 +116,13 @@ def _pair_seconds(folder: Path, languages: int) -> dict[str, float]:
     recipe = recipe_of(kind="bytes")
     seconds: dict[str, float] = {}
 
-    def timed(name: str, raw: RawPaths | None = None, **inputs: Artifact) -> Artifact:
+    def timed(name: str, raw: RawInput | None = None, **inputs: Artifact) -> Artifact:
         begin = _all_seconds()
         made = run_stage(name, folder / name, inputs, recipe, raw=raw, processes=2)
         seconds[name] = _all_seconds() - begin
         return made
 
-    corpus = timed("import_corpus", RawPaths((folder / "raw",)))
+    corpus = timed("import_corpus", RawInput((folder / "raw",)))
     tokenizer = run_stage("train_tokenizer", folder / "tokenizer", {"corpus": corpus}, recipe)
     timed("make_shards", corpus=timed("clean", corpus=corpus), tokenizer=tokenizer)
     return seconds
@@ -151,14 +151,14 @@ def recipe_of(**settings: object) -> Recipe:
 class Prepared:
     """The text in each of its forms."""
 
-    tree: RawPaths
+    tree: RawInput
     corpus: Artifact
     tokenizer: Artifact
     vocabulary: int
 
 
 def prepare(folder: Path, lines: int, *, quick: bool) -> Prepared:
-    tree = RawPaths((write_tree(folder / "raw", lines, folders=QUICK_FOLDERS if quick else None),))
+    tree = RawInput((write_tree(folder / "raw", lines, folders=QUICK_FOLDERS if quick else None),))
     vocabulary = QUICK_VOCABULARY if quick else VOCABULARY
     recipe = recipe_of(vocabulary_size=vocabulary)
     corpus = run_stage("import_corpus", folder / "corpus", {}, recipe, raw=tree)

@@ -38,7 +38,7 @@ from ratios import processor, provenance
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.shards import Mixture, ShardWriter, shard_names
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
@@ -108,7 +108,7 @@ def make_shards(directory: Path, *, sentences: int) -> None:
         description = TokenizerDescription(
             kind="bytes", languages=codes, language_token_scheme="underscores"
         )
-        write_tokenizer(writer.path("tokenizer/x").parent, description=description, model=None)
+        TokenizerFiles(description).write(writer.path("tokenizer/x").parent)
         writer.statistics["pairs"] = pairs
 
 

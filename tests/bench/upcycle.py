@@ -23,13 +23,8 @@ from feed import own_memory
 from ratios import Options, bounded, compare, interleaved, parse_options, report
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import (
-    SPECIALS,
-    ByteVocabulary,
-    Numbering,
-    TokenizerDescription,
-    TokenizerFiles,
-)
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary, Numbering
 from pipeline.checkpoints.checkpoint import read_spec, tokenizer_directory, write_spec
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.building import build_model

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from support.corpora import writing
 from support.passes import passes_of
@@ -278,7 +279,8 @@ def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
 def test_progress_survives_json() -> None:
     later = Position(update=7, cursor=(2, 3), validated=6, best_perplexity=12.25, best_update=6)
     for progress in (Position(), later):
-        assert Position.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+        document = json.loads(json.dumps(progress.to_json()))
+        assert TypeAdapter(Position).validate_python(document) == progress
 
 
 # ---------------------------------------------------------------- weights

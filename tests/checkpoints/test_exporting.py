@@ -26,7 +26,8 @@ from transformers import M2M100ForConditionalGeneration
 
 from pipeline import cli
 from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.vocabularies import Numbering
 from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import (
     FORMATS,

@@ -26,7 +26,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import MANIFEST_NAME, run_dir
 from pipeline.artifacts.places import plan_lock_path
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_LOST, guarded
 from pipeline.cli.stage_commands import commands_of_stages
@@ -289,7 +289,7 @@ def test_a_stage_is_told_its_settings_inputs_and_place(bench: Bench) -> None:
     others = ["--others", f"b={bench.at('second')}", f"a={bench.at('corpus')}"]
     assert bench.train(*others, "--ds-config", "cpu_bf16", "--local_rank=0") == 0
     reading, _, training = bench.calls
-    assert reading.raw == {"raw": RawPaths((raw,))}
+    assert reading.raw == {"raw": RawInput((raw,))}
     assert reading.records["raw"].digest == raw_digest(raw)
     assert training.recipe.training.updates == 10
     assert list(training.many("others")) == ["b", "a"]

@@ -18,7 +18,7 @@ from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from data_prep.settings import GroupsConfig, LanguagesConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.tokenizer import load_tokenizer, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
@@ -37,7 +37,7 @@ def make_shards(directory: Path, counts: dict[str, int]) -> Artifact:
 def make_checkpoint(directory: Path, codes: tuple[str, ...] = CODES) -> Artifact:
     with writing(directory, "checkpoint", "pretrain") as writer:
         tokenizer_dir = writer.path("tokenizer/tokenizer.json").parent
-        write_tokenizer(tokenizer_dir, description=bytes_of(codes), model=None)
+        TokenizerFiles(bytes_of(codes)).write(tokenizer_dir)
     return open_artifact(directory, kind="checkpoint")
 
 

@@ -23,7 +23,7 @@ from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
@@ -419,13 +419,13 @@ def test_a_sample_is_taken_of_the_whole_file_and_not_of_its_beginning(raw: Path,
     assert line_counts(imported(out, raw), "train") == {"de-en": 220}
 
 
-def two_trees(folder: Path) -> RawPaths:
+def two_trees(folder: Path) -> RawInput:
     first: dict[str, str | bytes] = {"de-en/train.de": "a\nb\n", "de-en/train.en": "1\n2\n"}
     first |= {"en-fr/test.en": "3\n", "en-fr/test.fr": "c\n"}
     second: dict[str, str | bytes] = {"eng-deu/train.eng": b"4\n\xff\n5\n"}
     second |= {"eng-deu/train.deu": "d\ne\nf\n"}
     second |= {"eng-deu/test.eng": "6\n", "eng-deu/test.deu": "g\n", "ids/x": ""}
-    return RawPaths((write(folder / "first", first), write(folder / "second", second)))
+    return RawInput((write(folder / "first", first), write(folder / "second", second)))
 
 
 def test_what_many_trees_have_of_a_pair_follows_in_their_order(tmp_path: Path, out: Path) -> None:
@@ -440,7 +440,7 @@ def test_what_many_trees_have_of_a_pair_follows_in_their_order(tmp_path: Path, o
     assert corpus.statistics["characters"]["de-en"]["train"] == {"de": 4, "en": 4}
     assert corpus.statistics["counts"]["folders_ignored"] == 1
     assert "several spellings are one language: de (de, deu), en" in corpus.manifest.summary[-1]
-    other = imported(out.with_name("other"), RawPaths(trees.paths[::-1]))
+    other = imported(out.with_name("other"), RawInput(trees.paths[::-1]))
     assert read_lines(other, "train", "de-en", "de") == ["d", "f", "a", "b"]
     assert [json.loads(line) for line in corpus.file("quarantine.jsonl").open()] == [
         {"file": "2/eng-deu/train.eng", "line": 2, "reason": "invalid_utf8"}
@@ -540,7 +540,7 @@ BAD_TREES: dict[str, str | bytes] = {
 
 
 def import_in_processes(raw: Path, processes: int, **settings: Any) -> Artifact:
-    paths, out = RawPaths((raw / "one", raw / "two")), raw.with_name(f"by-{processes}")
+    paths, out = RawInput((raw / "one", raw / "two")), raw.with_name(f"by-{processes}")
     return run_import("import_corpus", out, paths, processes=processes, corpus=settings)
 
 

@@ -15,7 +15,7 @@ from support.small_plans import write_tree
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.manifest import run_dir
-from pipeline.artifacts.tokenizer import write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.registry import STAGES
@@ -23,7 +23,7 @@ from pipeline.registry import STAGES
 
 def tokenizer(directory: Path, *, languages: tuple[str, ...]) -> None:
     with writing(directory, "tokenizer", "train_tokenizer") as writer:
-        write_tokenizer(writer.directory, description=bytes_of(languages), model=None)
+        TokenizerFiles(bytes_of(languages)).write(writer.directory)
 
 
 def what_ranks_lack() -> str | None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import bytes_of
 
-from pipeline.artifacts.tokenizer import ByteVocabulary, Tokenizer, build_tokenizer
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.decoding.sentences import (
     align,
     join_sentences,
@@ -16,7 +17,7 @@ from pipeline.decoding.sentences import (
     word_spans,
 )
 
-BYTES: Tokenizer = build_tokenizer(bytes_of(("de", "zh")), None)
+BYTES: Tokenizer = TokenizerFiles(bytes_of(("de", "zh"))).build()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """A clock that is set back, and file locks that are missing, change nothing."""
 
-import errno
-import fcntl
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,8 +10,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline.artifacts import artifact
 from pipeline.artifacts.artifact import read_manifest
-from pipeline.artifacts.raw_input import RawPaths
-from pipeline.jobs.launch import launch
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 
@@ -27,7 +23,7 @@ def run(folder: Path) -> tuple[int, list[str]]:
     placed = resolve_plan(
         load_plan(str(folder / "plan.toml")),
         out_dir=folder / "runs",
-        given={"text": RawPaths((folder / "raw",))},
+        given={"text": RawInput((folder / "raw",))},
     )
     return run_plan(placed, launcher=in_this_process, say=said.append), said
 
@@ -87,20 +83,3 @@ def test_a_clock_that_is_set_between_two_stages_changes_no_identity(
     assert found is not None
     assert (found.key, found.digest) == (reference.key, reference.digest)
     assert 0 <= found.run.wall_seconds < durations()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_launcher_starts_stages_where_files_cannot_be_locked_and_keeps_what_may_be_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    other = tmp_path / "mmnmt-reports-of-another"
-    other.mkdir()
-    os.utime(other, (0, 0))
-    assert launch(["-c", "import sys; sys.exit(3)"], processes=1, threads=1) == 3
-    assert [path.name for path in tmp_path.iterdir()] == [other.name]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forked import started_code
@@ -19,7 +18,6 @@ from support.forked import started_code
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.inside_job import (
     failed_nodes,
-    job_fields,
     meeting_port,
     running_job,
     step_options,
@@ -27,6 +25,7 @@ from pipeline.jobs.inside_job import (
     without_gpu_binding,
 )
 from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, Asked, Verdict, read_ends, verdicts
+from pipeline.jobs.slurm_commands import job_fields
 
 SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
 STATE = "JobId=54321 JobState={} Reason={}"
@@ -393,8 +392,8 @@ def test_the_reason_for_a_signal_is_read_from_what_the_controller_says_of_the_jo
 
 
 def test_fields_of_a_job_are_read_from_one_line() -> None:
-    text = "JobId=5 JobState=RUNNING Reason=None Command=/a b/c=d TRES=cpu=2,mem=4G"
-    found: dict[str, Any] = job_fields(text)
+    text = "JobId=5 JobState=RUNNING Reason=None Command=/a JobState=b c=d TRES=cpu=2,mem=4G"
+    found = job_fields(text)
     assert (found["JobState"], found["TRES"]) == ("RUNNING", "cpu=2,mem=4G")
 
 

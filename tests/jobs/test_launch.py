@@ -305,7 +305,7 @@ def test_abandoned_folders_are_removed(tmp_path: Path, monkeypatch: pytest.Monke
         for _ in range(2)
     )
     try:
-        assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert _wait_until(lambda: len(list(tmp_path.glob("*/lock/1"))) == 2)
         killed.kill()
         killed.wait(timeout=10)
         before = time.time() - 3600  # as if they had begun an hour ago

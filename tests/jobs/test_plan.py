@@ -27,7 +27,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.locks import exclusive, sole_writer
-from pipeline.artifacts.raw_input import HubDataset, RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError, Interrupted
@@ -172,7 +172,7 @@ class Setup:
     def resolved(
         self, *, only: Collection[str] = (), until: Collection[str] = (), **options: Any
     ) -> ResolvedPlan:
-        options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
+        options = {"given": {"text": RawInput((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path))
         resolved = resolve_plan(plan, out_dir=self.out_dir, **options)
         return resolved.chosen(only=only, until=until)
@@ -328,7 +328,7 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
     with pytest.raises(ConfigError, match=r"wants a folder of text\. Pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
-        setup.resolved(given={"txt": RawPaths((setup.folder,))})
+        setup.resolved(given={"txt": RawInput((setup.folder,))})
 
 
 # ---------------------------------------------------------------- what runs
@@ -461,16 +461,16 @@ def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: 
     folders = setup.text_path.parent, setup.folder / "more"
     folders[1].mkdir()
     (folders[1] / "text").write_text("cherry")
-    given = {"text": RawPaths(folders)}
+    given = {"text": RawInput(folders)}
     resolved = setup.resolved(given=given)
     arguments = stage_arguments(resolved, resolved.tasks[0])
     start = arguments.index("--raw")
     assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
     digests = {name: record.digest for name, record in given["text"].records("raw").items()}
     assert resolved.digests(resolved.tasks[0]) == digests
-    dataset = HubDataset("owner/pairs", "0" * 40)
+    dataset = RawInput(dataset=HubDataset("owner/pairs", "0" * 40))
     resolved = setup.resolved(given={"text": dataset})
-    assert f"--raw={dataset}" in stage_arguments(resolved, resolved.tasks[0])
+    assert f"--raw={dataset.dataset}" in stage_arguments(resolved, resolved.tasks[0])
     assert resolved.digests(resolved.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
@@ -760,7 +760,7 @@ class Trained:
             path.write_text("".join(f"word {number} of {code}\n" for number in lines))
 
     def resolved(self) -> ResolvedPlan:
-        given = {"text": RawPaths((self.raw,))}
+        given = {"text": RawInput((self.raw,))}
         return resolve_plan(
             load_plan(str(self.folder / "plan.toml")), out_dir=self.folder / "out", given=given
         )
@@ -1291,12 +1291,12 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.cli.ending import guarded
 from pipeline.jobs.runner import run_plan
 resolved = resolve_plan(
-    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
+    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawInput((Path("raw"),))})
 jobs = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 sys.exit(guarded("run", lambda: run_plan(resolved, jobs=jobs, program=("driver.py",))))
 """

@@ -16,16 +16,17 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import run_dir
-from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, SchedulerError
+from pipeline.jobs import slurm_commands
 from pipeline.jobs.job_endings import RankEnd, Start, Verdict, write_end, write_start, write_verdict
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
 from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Site
-from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import SlurmJob, look_up
 from pipeline.jobs.submission import (
     RECORD_NAME,
     cancel_jobs,
@@ -94,7 +95,7 @@ def tiny(folder: Path, **changes: Mapping[str, Any]) -> ResolvedPlan:
         load_plan(str(folder / "plan.toml")),
         out_dir=folder / "run",
         overrides=changes,
-        given={"text": RawPaths((folder / "text",))},
+        given={"text": RawInput((folder / "text",))},
     )
 
 
@@ -220,17 +221,19 @@ def test_the_next_call_goes_on_after_a_refusal(slurm: FakeSlurm, out: Path) -> N
 def test_a_stop_between_two_jobs_says_that_jobs_stay_and_how_to_go_on(
     slurm: FakeSlurm, out: Path, stop: BaseException, is_taken: bool
 ) -> None:
-    class Stopped(Scheduler):
-        def submit(self, request: Request) -> str:
-            if request.name != "mmnmt-tokenizer":
-                return super().submit(request)
-            if is_taken:
-                super().submit(request)
-            raise stop
+    original = slurm_commands.submit
+
+    def submit_or_stop(request: Request) -> str:
+        if request.name != "mmnmt-tokenizer":
+            return original(request)
+        if is_taken:
+            original(request)
+        raise stop
 
     said: list[str] = []
-    with pytest.raises(type(stop)):
-        submit_plan(graph(out), SITE, scheduler=Stopped(), say=said.append)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(stop)):
+        patch.setattr(slurm_commands, "submit", submit_or_stop)
+        submit_plan(graph(out), SITE, say=said.append)
     assert [line.partition(" ")[0] for line in said] == ["corpus:", "clean:", "Stopped"]
     assert said[-1].endswith("submit again to go on, or end them with `mmnmt cancel`.")
     first = slurm.ids()
@@ -403,11 +406,11 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
     slurm.become(first["corpus"], "RUNNING")
     monkeypatch.chdir(tmp_path)
     for same in (Path("text"), tmp_path / "other" / ".." / "text"):
-        submit(replace(plan, given={"text": RawPaths((same,))}))
+        submit(replace(plan, given={"text": RawInput((same,))}))
         assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
-    places = [RawPaths((tmp_path / "other",)), RawPaths((tmp_path / "text", tmp_path / "more"))]
-    inputs: list[RawInput] = [*places, *(HubDataset("our/text", commit * 40) for commit in "ab")]
-    for given in inputs:
+    places = [RawInput((tmp_path / "other",)), RawInput((tmp_path / "text", tmp_path / "more"))]
+    datasets = [RawInput(dataset=HubDataset("our/text", commit * 40)) for commit in "ab"]
+    for given in places + datasets:
         before = slurm.ids()
         slurm.become(before["corpus"], "RUNNING")
         said = submit(replace(plan, given={"text": given}))
@@ -456,8 +459,9 @@ def test_a_scheduler_that_is_silent_or_absent_is_one_sentence(
     show_jobs(graph(out), say=(said := list[str]()).append)
     assert "States of jobs are unknown. SLURM gives scontrol no answer" in said[1]
     (slurm.bin / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    monkeypatch.setattr(slurm_commands, "ANSWER_SECONDS", 0.2)
     with pytest.raises(SchedulerError, match="no answer \\(nothing in 0 s\\)"):
-        submit(graph(out), scheduler=Scheduler(answer_seconds=0.2))
+        submit(graph(out))
     monkeypatch.setenv("PATH", str(out))
     with pytest.raises(SchedulerError, match="There is no scontrol on this machine"):
         submit(graph(out))
@@ -475,7 +479,7 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     submit_plan(graph(out), site, say=lambda _: None)
     (out / RECORD_NAME).unlink()
     theirs = install(tmp_path / "two", monkeypatch)
-    said = shown(graph(out), site, scheduler=Scheduler())
+    said = shown(graph(out), site)
     assert not theirs.jobs
     subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
     assert theirs.jobs == ours.jobs
@@ -519,7 +523,7 @@ def test_commands_are_shown_with_a_warning_where_slurm_does_not_tell_the_jobs(
     slurm.set(down=down)
     with pytest.raises(SchedulerError):
         submit(graph(out))
-    said = shown(graph(out), scheduler=Scheduler())
+    said = shown(graph(out))
     assert said[0].startswith("# States of jobs are unknown: no stage counts as submitted. ")
     assert told in said[0]
     assert sum(line.startswith("job_") for line in said) == len(graph(out).tasks)
@@ -608,18 +612,20 @@ def test_a_finished_stage_whose_settings_change_is_stale_and_did_not_fail(
     assert status(changed)["corpus"].startswith("corpus stale corpus.max_train_lines: ")
 
 
-def test_a_stage_that_ends_meanwhile_is_done(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_a_stage_that_ends_meanwhile_is_done(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolved = tiny(tmp_path).chosen(only=["corpus"])
     submit(resolved)
 
-    class Slow(Scheduler):
-        def job(self, job_id: str) -> SlurmJob | None:
-            make(resolved)
-            slurm.become(job_id, "COMPLETED")
-            return super().job(job_id)
+    def look_up_slowly(job_id: str) -> SlurmJob | None:
+        make(resolved)
+        slurm.become(job_id, "COMPLETED")
+        return look_up(job_id)
 
+    monkeypatch.setattr(slurm_commands, "look_up", look_up_slowly)
     said: list[str] = []
-    show_jobs(resolved, scheduler=Slow(), say=said.append)
+    show_jobs(resolved, say=said.append)
     assert said[0].splitlines()[2].split()[:2] == ["corpus", "done"]
 
 

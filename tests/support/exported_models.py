@@ -9,7 +9,8 @@ import transformers
 from transformers import AutoTokenizer, M2M100Tokenizer, NllbTokenizer, NllbTokenizerFast
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.vocabularies import SPECIALS
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource, own_source, tokenizer_directory, write_spec
 from pipeline.checkpoints.weights import write_weights

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.artifacts.tokenizer import build_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.model.spec import ModelSpec, marks_of_vocabulary
 from support.corpora import bytes_of
 from support.stored_checkpoints import byte_spec
@@ -34,6 +34,5 @@ def fronted_byte_spec(front: Mapping[str, Any], **settings: Any) -> ModelSpec:
     """The same over bytes, with the ids of the tokenizer that ``make_checkpoint`` gives."""
     model = {**settings.pop("model", {}), "front": front}
     plain = byte_spec(model=model, **settings)
-    description = bytes_of(plain.languages)
-    marks = marks_of_vocabulary(plain.model, build_tokenizer(description, None))
+    marks = marks_of_vocabulary(plain.model, TokenizerFiles(bytes_of(plain.languages)).build())
     return plain.model_copy(update=marks)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
 from support.stage_runs import run_stage
 
@@ -49,5 +49,5 @@ def run_import(
     Files by name are laid out in the folder ``raw`` next to the corpus.
     """
     found = write(out_dir.with_name("raw"), raw) if isinstance(raw, Mapping) else raw
-    given = RawPaths((found,)) if isinstance(found, Path) else found
+    given = RawInput((found,)) if isinstance(found, Path) else found
     return run_stage(name, out_dir, {}, recipe, raw=given, **more)

@@ -14,10 +14,11 @@ import torch
 from data_prep import group_languages, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import read_position
 from pipeline.artifacts.shards import read_mixture
-from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
@@ -112,7 +113,7 @@ def run(
     recipe: Recipe = RECIPE,
     raw: Path | None = None,
 ) -> None:
-    given = None if raw is None else RawPaths((raw,))
+    given = None if raw is None else RawInput((raw,))
     run_stage(stage_name, out_dir, artifacts, recipe, raw=given)
 
 

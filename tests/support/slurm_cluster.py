@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.documents import toml_lines
-from pipeline.jobs.inside_job import job_fields
+from pipeline.jobs.slurm_commands import job_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "tests" / "cluster" / "lab"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline import cli
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import Plan, ResolvedPlan, load_plan, resolve_plan
 from support.forked import forking
@@ -64,7 +64,7 @@ def placed_small(
         whole.model_copy(update={"stages": on_cpu}),
         out_dir=folder / "run",
         overlay=str(overlay),
-        given={key: RawPaths((path,)) for key, path in given.items()},
+        given={key: RawInput((path,)) for key, path in given.items()},
         processes=1,
     )
 

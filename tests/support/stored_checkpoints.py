@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.artifacts.run_folders import Position
-from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.resharding import Piece, write_pieces
 from pipeline.checkpoints.weights import write_weights
@@ -31,10 +32,9 @@ def byte_spec(**settings: Any) -> ModelSpec:
     """A tiny model over bytes, with the ids of the tokenizer that :func:`make_checkpoint` gives."""
     spec = tiny_spec(**settings)
     languages = tuple(sorted(spec.languages))
-    size = ByteVocabulary.size + len(languages)
-    return spec.model_copy(
-        update={"vocabulary_size": size, "pad_id": ByteVocabulary.pad_id, "languages": languages}
-    )
+    size, pad_id = ByteVocabulary.size + len(languages), ByteVocabulary.pad_id
+    update = {"vocabulary_size": size, "pad_id": pad_id, "languages": languages}
+    return spec.model_copy(update=update)
 
 
 def weights_of(model: Transformer) -> Weights:
@@ -60,8 +60,7 @@ def make_checkpoint(
         }
     )
     tokenizer_dir = directory.parent / f"tokenizer of {directory.name}"
-    tokenizer_dir.mkdir()
-    write_tokenizer(tokenizer_dir, description=description, model=sentencepiece)
+    TokenizerFiles(description, sentencepiece).write(tokenizer_dir)
     tensors = list(change(weights_of(model)).items())
     with writing(directory, "checkpoint", "pretrain") as writer:
         for part in range(2):

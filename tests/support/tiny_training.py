@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.tokenizer import write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe
@@ -109,7 +109,7 @@ def make_inputs(
     corpus = make_corpus(directory / "corpus", texts)
     with writing(directory / "tokenizer", "tokenizer") as writer:
         description = bytes_of(codes)
-        write_tokenizer(writer.directory, description=description, model=None)
+        TokenizerFiles(description).write(writer.directory)
     with writing(directory / "groups", "groups") as writer:
         writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})
     kinds: tuple[Kind, ...] = ("tokenizer", "groups")

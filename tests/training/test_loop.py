@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 from support.corpora import writing
 from support.folder_listing import names_in
 from support.process_pool import RankFailed
@@ -209,7 +210,7 @@ def test_the_peak_memory_of_a_line_is_that_of_the_rank_with_the_most(
 
 def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:
     """Earlier versions kept four sums; what they did not count is not made up."""
-    earlier = Position.from_json({"interval": [6.0, 1.0, 3.0, 0.5]})
+    earlier = TypeAdapter(Position).validate_python({"interval": [6.0, 1.0, 3.0, 0.5]})
     interval = Interval(earlier.interval)
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), 1, 7, 1.0, was_made=True)
     interval.add(result, seconds=0.5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from support.tiny_models import tiny_model, tiny_spec
 from support.tiny_training import changed, make_recipe
 from torch import Tensor
@@ -225,7 +226,7 @@ def test_lines_and_alarms_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     rest = range(stopped_after + 1, 11)
     make_updates(first, *rest[:3], position=saved, routes=routes_of)
     second = metrics(path, experts=experts)
-    second.resume(Position.from_json(json.loads(json.dumps(saved.to_json()))))
+    second.resume(TypeAdapter(Position).validate_python(json.loads(json.dumps(saved.to_json()))))
     make_updates(second, *rest, position=saved, routes=routes_of)
     assert lines_of(path) == lines_of(straight)
     lines = lines_of(straight)

@@ -376,7 +376,7 @@ def test_a_run_whose_lock_is_lost_publishes_removes_and_logs_nothing(
     with directory.locked():
         save(directory, 5)
         save(directory, 6)
-        lock = directory.directory / "lock"
+        lock = tmp_path / ".model.lock"
         if how == "removed":
             shutil.rmtree(lock)
         else:
@@ -463,7 +463,7 @@ def write_while_another_takes_the_lock(world: World, tmp_path: Path, moment: Mom
 
     def take() -> None:
         if world.rank == 1:
-            leave(directory.directory / "lock", elsewhere(), generation=2)
+            leave(tmp_path / ".model.lock", elsewhere(), generation=2)
         wait_for_all()
 
     with directory.locked():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.tiny_models import source_of
 
-from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, TokenizerFiles, tags
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.settings import DecodingConfig
@@ -79,7 +79,7 @@ def byte_tokenizer() -> Tokenizer:
         languages=tuple(sorted([TEXT, *CODES.values()])),
         language_token_scheme="underscores",
     )
-    return build_tokenizer(description, None)
+    return TokenizerFiles(description).build()
 
 
 def example(line: Line) -> Example:

@@ -17,7 +17,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import JsonLines
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
@@ -112,7 +112,7 @@ def test_every_write_of_a_plan_can_fail_its_lock_file_included(
         placed = resolve_plan(
             load_plan(str(tmp_path / "plan.toml")),
             out_dir=out_dir,
-            given={"text": RawPaths((tmp_path / "raw",))},
+            given={"text": RawInput((tmp_path / "raw",))},
         )
         codes.append(run_plan(placed, launcher=in_this_process, say=lambda _: None))
 

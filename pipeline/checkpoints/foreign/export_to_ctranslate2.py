@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.spelling import with_any_rule
-from pipeline.artifacts.tokenizer import MODEL_NAME
+from pipeline.artifacts.vocabularies import MODEL_NAME
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS, Entries
 from pipeline.errors import lacks_package

@@ -23,7 +23,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Lineage, open_
 from pipeline.artifacts.corpus import pair_name
 from pipeline.artifacts.manifest import to_json, write_hashed
 from pipeline.artifacts.spelling import with_any_rule
-from pipeline.artifacts.tokenizer import MODEL_NAME, piece_field
+from pipeline.artifacts.vocabularies import MODEL_NAME, piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (

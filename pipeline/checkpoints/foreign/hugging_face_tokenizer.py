@@ -36,11 +36,11 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import (
     LanguageTokenScheme,
-    Numbering,
     TokenizerDescription,
     TokenizerFiles,
     language_token,
 )
+from pipeline.artifacts.vocabularies import Numbering
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.foreign.files import RESTORE, Described, ModelFolder
 from pipeline.config.settings import shown

@@ -12,7 +12,7 @@ from support.stored_checkpoints import byte_spec, make_checkpoint, stored
 from support.tiny_models import random_batch, tiny_model
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.tokenizer import write_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.checkpoints.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.cli import main
 from pipeline.model.settings import MoEConfig
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def byte_tokenizer(path: Path, languages: tuple[str, ...]) -> None:
     description = bytes_of(languages)
     with writing(path, "tokenizer", "train_tokenizer") as writer:
-        write_tokenizer(writer.directory, description=description, model=None)
+        TokenizerFiles(description).write(writer.directory)
 
 
 def made_of(text: str) -> dict[str, Any]:

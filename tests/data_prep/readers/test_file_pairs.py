@@ -15,7 +15,7 @@ from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines
+from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions
 
@@ -31,7 +31,7 @@ def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
 
 def found(root: Path, *wanted: str, regions: Regions = "joined") -> RawText:
     config = CorpusConfig(languages=wanted, regions=regions)
-    return read_trees(RawPaths((root,)), config)
+    return read_trees(RawInput((root,)), config)
 
 
 def pairs(root: Path, *wanted: str) -> list[str]:

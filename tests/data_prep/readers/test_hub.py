@@ -21,6 +21,7 @@ from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 
 REVISION = "0123456789abcdef" * 2 + "01234567"
 DATASET = HubDataset("owner/pairs", REVISION)
+RAW = RawInput(dataset=DATASET)
 
 Row = dict[str, Any]
 
@@ -75,7 +76,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     return library
 
 
-def imported(out_dir: Path, raw: RawInput | None = DATASET, **settings: object) -> Artifact:
+def imported(out_dir: Path, raw: RawInput | None = RAW, **settings: object) -> Artifact:
     return run_import("import_corpus", out_dir, raw, corpus={"source": "hub", **settings})
 
 

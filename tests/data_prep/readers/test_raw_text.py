@@ -111,7 +111,7 @@ from pathlib import Path
 from data_prep import import_corpus
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import iterate_raw_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
@@ -124,7 +124,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 IMPORT = """
 import_corpus.run(
     StageCall(
-        stage=stage, recipe=recipe, artifacts={}, raw={"raw": RawPaths((root / "raw",))},
+        stage=stage, recipe=recipe, artifacts={}, raw={"raw": RawInput((root / "raw",))},
         out_dir=root / "out", records={}, config=recipe.sections(stage.sections),
     )
 )

@@ -17,7 +17,7 @@ from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import ConfigError, DataError
 
@@ -287,7 +287,7 @@ def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="Pass --raw DIR"):
         imported(tmp_path / "corpus", None)
     with pytest.raises(DataError, match="does not exist"):
-        imported(tmp_path / "corpus", RawPaths((tmp_path / "nowhere",)))
+        imported(tmp_path / "corpus", RawInput((tmp_path / "nowhere",)))
 
 
 def test_a_name_of_two_splits_is_refused(tmp_path: Path) -> None:
