@@ -40,7 +40,7 @@ from pipeline.decoding.hypotheses import (
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import process
 from pipeline.errors import ConfigError
-from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
+from pipeline.kernels.logits import finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
 
@@ -227,7 +227,7 @@ class BeamStep:
             logits_RV[:, self.pad_id] = -torch.inf
             if not self.is_free:
                 self._constrain(beams, logits_RV, at_limit, active)
-            best_RC, token_RC = best_tokens(logits_RV, width)
+            best_RC, token_RC = logits_RV.topk(width, dim=1)
         if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
@@ -440,7 +440,7 @@ class Search:
     @property
     def can_be_joined(self) -> bool:
         """Whether sentences can join: constraints know only the sentences of their own batch."""
-        return self.extend.is_free and self.states.can_join
+        return self.extend.is_free
 
     def join(self, other: "Search") -> int:
         """Take over the sentences of another search with the same model and settings.

@@ -34,7 +34,6 @@ from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import can_loop
 from pipeline.languages import find_code, unknown_language
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
@@ -595,7 +594,7 @@ class Stream:
         self._is_joined = (
             config.search == "beam"
             and not (config.banned or config.required or config.pivot)
-            and can_loop(translator.model.positions_TD)
+            and translator.model.device.type == "cpu"
         )
         self._search: Search | GridSearch | None = None
         self._searched: dict[int, _Searched] = {}

@@ -7,16 +7,15 @@
   cards. The tests replace the operator by a loop over sentences. A tile of 64 queries of the fused
   kernel visits the keys of its first to its last sentence: short sentences share a tile, and no
   work is spent on padding.
-- :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
+- :func:`attend_step`, of rows of a search to cached keys: a fused kernel.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
-packed key tokens, X width of a product; R rows of a search, P cached entries, T entries of a row, D
-model width.
+packed key tokens, X width of a product; R rows of a search, J rows of a
+sentence, D model width.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import LOOP_COST, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.noise import Dropout, signed_threshold, weight_dropout
 from pipeline.kernels.products import batched_product
@@ -85,6 +83,20 @@ def attend(
         return F.scaled_dot_product_attention(
             query_BHTK, key_BHSK, value_BHSK, attn_mask=mask, is_causal=is_causal
         )
+    states = query_BHTK, key_BHSK, value_BHSK
+    return attend_by_products(*states, mask=mask, is_causal=is_causal, dropout=dropout)
+
+
+def attend_by_products(
+    query_BHTK: Tensor,
+    key_BHSK: Tensor,
+    value_BHSK: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool = False,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Return the result of :func:`attend` by plain matrix products."""
     scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
     scores_BHTS = batched_product(query_BHTK * scale, key_BHSK.transpose(-1, -2))
     if is_causal:
@@ -363,41 +375,3 @@ def attend_step(
         **{"BS": STEP_ENTRIES, "num_warps": 4, "num_stages": 2},
     )
     return context_RD
-
-
-@dataclass(frozen=True)
-class RowEntries:
-    """Cache entries that every row attends to: a range, or a range of the row's list of entries."""
-
-    start_R: Tensor
-    stop_R: Tensor
-    most: int
-    """Largest number of entries of a row."""
-    entry_RT: Tensor | None = None
-
-    def select(self, row_R: Tensor) -> "RowEntries":
-        """Return the entries of rows that are copies of these."""
-        listed = None if self.entry_RT is None else self.entry_RT[row_R]
-        return RowEntries(self.start_R[row_R], self.stop_R[row_R], self.most, listed)
-
-
-def attend_entries(
-    query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, entries: RowEntries, *, num_heads: int
-) -> Tensor:
-    """Return the context of every row, (R, D), over the entries that it attends to; CPU only."""
-    from pipeline.kernels import compiled_loops as loops
-
-    rows, width = query_RD.shape
-    context_RD = query_RD.new_empty(rows, width, dtype=torch.float32)
-    heads = -1, num_heads, width // num_heads
-    # numba has no bfloat16, so caches hold float32, and only the queries are converted here.
-    given = query_RD.contiguous(), key_PD, value_PD, context_RD
-    query, key, value, context = (x.detach().float().view(heads).numpy() for x in given)
-    listed = None if entries.entry_RT is None else entries.entry_RT.numpy()
-    start, stop = entries.start_R.numpy(), entries.stop_R.numpy()
-
-    def attend(first: int, last: int) -> None:
-        loops.attend_entries(query, key, value, listed, start, stop, first, last, context)
-
-    over_rows(attend, rows, cost_of_row=2 * entries.most * width * LOOP_COST)
-    return context_RD.to(query_RD.dtype)

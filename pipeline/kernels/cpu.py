@@ -21,7 +21,6 @@ from functools import cache
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 # oneDNN keeps the code that it makes for each shape, and PyTorch each product of such a shape: by
 # default 1,024 of either, about 1 MB each. Every batch has other numbers of rows: training
@@ -69,10 +68,9 @@ def has_bfloat16_products() -> bool:
 
 
 class _InUse:
-    """Replacement of the processor's kernels and compiled loops in this process."""
+    """Replacement of the processor's kernels in this process."""
 
     kernels: CpuKernels | None = None
-    spares_loops: bool = False
 
 
 def cpu_kernels() -> CpuKernels:
@@ -98,9 +96,6 @@ def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
 
 WORTH_OTHER_THREADS = 2**25
 """Number of multiply-adds from which waking other threads pays, as measured."""
-
-LOOP_COST = 8
-"""Cost of a multiply-add in a search's loop, in multiply-adds of a matrix product."""
 
 
 def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
@@ -193,27 +188,3 @@ def _helpers(threads: int) -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
-
-
-@contextmanager
-def sparing_loops() -> Iterator[None]:
-    """Compute by operators instead of compiled loops, without gradients.
-
-    Loading the loops takes half a second, and compiling them on the first use of an installation
-    ten: more than the loops save on a few sentences.
-    """
-    before, _InUse.spares_loops = _InUse.spares_loops, True
-    try:
-        yield
-    finally:
-        _InUse.spares_loops = before
-
-
-def uses_loops(x: Tensor) -> bool:
-    """Return whether compiled loops serve the device of a tensor."""
-    return x.device.type == "cpu" and not _InUse.spares_loops
-
-
-def can_loop(x_ND: Tensor) -> bool:
-    """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
-    return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)
