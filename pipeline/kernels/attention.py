@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.noise import Dropout, signed_threshold, weight_dropout
-from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
 FLASH_TYPES = (torch.bfloat16, torch.float16)
@@ -98,7 +97,7 @@ def attend_by_products(
 ) -> Tensor:
     """Return the result of :func:`attend` by plain matrix products."""
     scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
-    scores_BHTS = batched_product(query_BHTK * scale, key_BHSK.transpose(-1, -2))
+    scores_BHTS = query_BHTK * scale @ key_BHSK.transpose(-1, -2)
     if is_causal:
         length = scores_BHTS.shape[-1]
         mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
@@ -110,7 +109,7 @@ def attend_by_products(
     weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
     if dropout is not None:
         weights_BHTS = weight_dropout(weights_BHTS, dropout)
-    return batched_product(weights_BHTS, value_BHSK)
+    return weights_BHTS @ value_BHSK
 
 
 class Spans(NamedTuple):

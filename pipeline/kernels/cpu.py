@@ -1,24 +1,15 @@
-"""CPU support: choice of kernels, threads, and use of compiled loops.
-
-Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
-features chooses the kernels: a machine always has the same ones. In training, all ranks use
-those of rank 0.
+"""CPU support: threads of small products.
 
 Many small matrix products take less time side by side, one thread each, than one after the other on
 all threads: threads need not synchronize after every product, and while one waits for weights from
 memory, another computes (:func:`side_by_side`).
-
-Importing the compiled loops imports numba, which takes a third of a second. The model's kernels
-import them where they run: commands that only count parameters or operators do not wait for it.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 
@@ -29,35 +20,6 @@ import torch
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
-NO_AVX512 = ("DEFAULT", "AVX2")
-"""PyTorch's names of x86 capabilities with which MKL's products of few rows beat oneDNN's."""
-
-
-@dataclass(frozen=True)
-class CpuKernels:
-    """Choice of a kernel for every operation that has several on CPU.
-
-    Attributes:
-        bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
-            instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
-        few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
-            search: oneDNN, or PyTorch's default (MKL in its builds for x86).
-    """
-
-    bfloat16_products: Literal["bfloat16", "float32"]
-    few_rows_products: Literal["onednn", "blas"] = "blas"
-
-
-@cache
-def by_processor() -> CpuKernels:
-    """Return the kernels for this processor, which depend on its instructions only."""
-    has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
-    has_onednn = torch.backends.mkldnn.is_available()
-    return CpuKernels(
-        few_rows_products="onednn" if has_onednn and has_avx512 else "blas",
-        bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
-    )
-
 
 @cache
 def has_bfloat16_products() -> bool:
@@ -65,33 +27,6 @@ def has_bfloat16_products() -> bool:
     return torch.backends.mkldnn.is_available() and bool(
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-
-
-class _InUse:
-    """Replacement of the processor's kernels in this process."""
-
-    kernels: CpuKernels | None = None
-
-
-def cpu_kernels() -> CpuKernels:
-    """Return the kernels that this process uses."""
-    return _InUse.kernels or by_processor()
-
-
-def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Use ``kernels`` from now on; None: what suits the processor."""
-    _InUse.kernels = kernels
-
-
-@contextmanager
-def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
-    """Use ``kernels`` inside the context."""
-    before = _InUse.kernels
-    use_cpu_kernels(kernels)
-    try:
-        yield
-    finally:
-        _InUse.kernels = before
 
 
 WORTH_OTHER_THREADS = 2**25
