@@ -386,12 +386,7 @@ def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
     settings = read_settings(state, path)
     model = model_config(settings, path)
     files = [path]
-    if path.name.endswith(_SHARED):
-        if model.moe is None:
-            raise CheckpointError(
-                f"{path} has moe_freq = 0, but only models with experts have files of ranks. Name "
-                "another checkpoint."
-            )
+    if path.name.endswith(_SHARED) and model.moe is not None:
         files += rank_files(path)
         weights = with_experts(weights, files[1:], model.moe.num_experts)
     check_weights(weights, settings)

@@ -14,7 +14,6 @@ not read: entries that are not used, such as the optimizer's state, take no memo
 import errno
 import pickle
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,16 +164,6 @@ def refuse_unequal(origin: Path, **settings: tuple[object, object]) -> None:
             )
 
 
-def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> None:
-    """Raise CheckpointError if the checkpoint is quantized."""
-    if settings is not None:
-        method = settings.get("quant_method", "an unnamed method")
-        raise CheckpointError(
-            f"{origin} is quantized (quantization_config: {method}), so its tensors are not plain "
-            "weights. Name the checkpoint that it was made from."
-        )
-
-
 _SAVE_ANEW = (
     "If you trust it, read it with the software that wrote it and save only its settings and "
     "weights: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
@@ -244,8 +233,7 @@ def _no_torch_file(path: Path, problem: str = "") -> CheckpointError:
 def _is_archive(path: Path) -> bool:
     """Return whether the file is an archive (PyTorch 1.6 and later), which is mapped, or older.
 
-    Mapped values of a compressed entry would be wrong: torch.save never compresses, and such a file
-    is refused. So are files of other forms, which torch may read, but with advice to trust them.
+    Files of other forms, which torch may read, but with advice to trust them, are refused.
     """
     try:
         if path.is_fifo() or path.is_char_device():  # it could wait for somebody to write
@@ -258,17 +246,6 @@ def _is_archive(path: Path) -> bool:
         return False
     if not start.startswith(_ARCHIVE):
         raise _no_torch_file(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({one_line(error)}). {RESTORE}") from error
-    compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
-    if compressed:
-        raise CheckpointError(
-            f"{path} has a compressed entry {shown(compressed[0].filename)!r}, which torch.save "
-            f"does not write. {RESTORE}"
-        )
     return True
 
 

@@ -12,7 +12,9 @@ The families share most of their configuration:
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
@@ -23,7 +25,6 @@ from pipeline.checkpoints.foreign.files import (
     ModelFolder,
     described_model,
     refuse_other,
-    refuse_quantized,
     refuse_unequal,
 )
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
@@ -164,7 +165,8 @@ class NllbMoeConfig(M2M100Config):
     second_expert_policy: str = "all"
     normalize_router_prob_before_dropping: bool = False
     batch_prioritized_routing: bool = False
-    moe_eval_capacity_token_fraction: float = 1.0
+    moe_eval_capacity_token_fraction: Annotated[float, Field(gt=0)] = 1.0
+    """At 0, experts take ``expert_capacity`` tokens of any batch; ours take a share of it."""
     moe_token_dropout: DropRate = 0.2
 
 
@@ -174,7 +176,6 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
     Raises:
         CheckpointError: A setting is not supported.
     """
-    refuse_quantized(origin, config.quantization_config)
     refuse_unequal(
         origin,
         attention_heads=(config.encoder_attention_heads, config.decoder_attention_heads),
@@ -184,6 +185,7 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
         origin,
         pad_token_id=(config.pad_token_id, POSITION_OFFSET - 1),
         decoder_start_token_id=(config.decoder_start_token_id, config.eos_token_id),
+        quantization_config=(config.quantization_config, None),
     )
     settings: dict[str, object] = {
         "encoder_layers": config.encoder_layers,
@@ -237,12 +239,6 @@ def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, objec
     fraction = config.moe_eval_capacity_token_fraction
     if fraction >= 1:
         return {"dispatch": "dropless"}
-    if fraction <= 0:
-        raise CheckpointError(
-            f"{origin} has moe_eval_capacity_token_fraction = {fraction}: its experts take "
-            "expert_capacity tokens of any batch, but ours take a share of it. Name a checkpoint "
-            "with a fraction above 0."
-        )
     refuse_other(
         origin,
         normalize_router_prob_before_dropping=(config.normalize_router_prob_before_dropping, False),

@@ -42,7 +42,12 @@ from pipeline.artifacts.tokenizer import (
     language_token,
 )
 from pipeline.batching.settings import TagScheme
-from pipeline.checkpoints.foreign.files import RESTORE, Described, ModelFolder
+from pipeline.checkpoints.foreign.files import (
+    RESTORE,
+    Described,
+    ModelFolder,
+    refuse_other,
+)
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 from pipeline.languages import (
@@ -195,11 +200,6 @@ def folder_tokenizer(
         case "MBart50Tokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=MBART50_LANGUAGES)
             return files, "src-tgt"
-        case "MBartTokenizer":
-            raise CheckpointError(
-                f"{folder.origin} has the MBartTokenizer of mBART-25: its decoder starts from the "
-                "language's token instead of end-of-sentence. Name a checkpoint of mBART-50."
-            )
     raise CheckpointError(
         f"{folder.origin} has a tokenizer of the unknown class {config.tokenizer_class!r}. Name a "
         f"folder with one of {CLASSES}."
@@ -218,12 +218,8 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
             f"{folder.origin / TOKENIZER_CONFIG_FILE} {problem}, so the kind of the tokenizer is "
             f"unknown. {RESTORE}"
         )
-    if found.sp_model_kwargs:
-        raise CheckpointError(
-            f"{folder.origin / TOKENIZER_CONFIG_FILE} has sp_model_kwargs = "
-            f"{found.sp_model_kwargs!r}, but text is always split into its most probable pieces "
-            "here. Name a checkpoint without them."
-        )
+    kwargs = found.sp_model_kwargs or {}  # text is always split into its most probable pieces here
+    refuse_other(folder.origin / TOKENIZER_CONFIG_FILE, sp_model_kwargs=(kwargs, {}))
     name = (found.tokenizer_class or usual_class).removesuffix("Fast")
     return found.model_copy(update={"tokenizer_class": name})
 
@@ -251,11 +247,6 @@ def _shifted_tokenizer(
     folder: ModelFolder, config: TokenizerConfig, *, size: int, published: Sequence[str]
 ) -> TokenizerFiles:
     """Read a tokenizer of NLLB or mBART-50; ``published`` are the languages of that family."""
-    if not folder.has(SENTENCEPIECE_FILE) and folder.has(FAST_TOKENIZER_FILE):
-        raise CheckpointError(
-            f"{folder.origin} has its vocabulary only in {FAST_TOKENIZER_FILE}. Put the "
-            f"{SENTENCEPIECE_FILE} that it was made from next to it."
-        )
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
     first = len(SENTENCEPIECE_SPECIALS)

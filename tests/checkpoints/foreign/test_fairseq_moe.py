@@ -171,7 +171,6 @@ def test_files_left_by_more_ranks_are_refused(
         ({"moe_eom": 1.0}, "moe_eom"),
         ({"encoder_moe_layers": "1,3"}, "encoder_moe_layers"),
         ({"moe_expert_count": 0}, "num_experts"),
-        ({"moe_freq": 0}, "moe_freq"),
     ],
 )
 def test_what_our_experts_lack_is_refused_by_its_name(

@@ -81,12 +81,6 @@ def test_state_of_training_that_nobody_needs_is_passed_over(tmp_path: Path) -> N
     assert torch.equal(read_torch_file(path, keep=["model"])["model"]["a"], WEIGHTS["a"])
 
 
-def compressed(path: Path) -> None:
-    torch.save({"model": WEIGHTS}, path)
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("m/c", b"x" * 1000)
-
-
 def truncated(is_archive: bool) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         torch.save({"model": WEIGHTS}, path, _use_new_zipfile_serialization=is_archive)
@@ -137,7 +131,6 @@ def a_list(path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(compressed, id="compressed"),
         pytest.param(truncated(True), id="truncated archive"),
         pytest.param(truncated(False), id="truncated older file"),
         *(os.mkfifo, lambda path: path.symlink_to("/dev/full")),
