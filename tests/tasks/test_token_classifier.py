@@ -137,7 +137,7 @@ def broken(folder: Path, **config: object) -> Path:
         ({"num_hidden_layers": 0}, "describes no valid model"),
         ({"num_hidden_layers": 3}, "no tensor encoder.layer.2"),
         ({"intermediate_size": 40}, "config.json describes"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
     ids=str,
 )

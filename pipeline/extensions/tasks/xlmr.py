@@ -27,7 +27,6 @@ from pipeline.checkpoints.foreign.files import (
     described_model,
     read_torch_file,
     refuse_other,
-    refuse_quantized,
 )
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import load_pieces
 from pipeline.checkpoints.foreign.tensor_names import NameTable
@@ -249,10 +248,10 @@ def _read_config(folder: ModelFolder) -> _Config:
             "an XLM-R (xlm-roberta). Name the folder of one."
         )
     config = folder.described(_Config)
-    refuse_quantized(folder.origin, config.quantization_config)
     refuse_other(
         folder.origin,
         layer_norm_eps=(config.layer_norm_eps, 1e-5),
+        quantization_config=(config.quantization_config, None),
         hidden_act=(config.hidden_act, "gelu"),
         pad_token_id=(config.pad_token_id, PAD),
         bos_token_id=(config.bos_token_id, BOS),
