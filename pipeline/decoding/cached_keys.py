@@ -22,11 +22,12 @@ from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.kernels.attention import (
     attend,
-    attend_by_products,
+    attend_grid,
     attend_step,
     attention_mask,
     can_attend_step,
 )
+from pipeline.kernels.cpu import can_loop
 from pipeline.kernels.pointwise import JointParameters
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens
@@ -34,7 +35,7 @@ from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
 FEWEST_POSITIONS = 16
 """Fewest positions of a cache of fixed shape."""
-MORE_POSITIONS = 4
+MORE_POSITIONS = 16
 """Positions that other caches make room for at a time."""
 
 
@@ -56,8 +57,10 @@ class GridKeys:
         """Number of entries, on the device: a step writes behind them."""
         self.is_fused = False
         """Whether one kernel serves attention in the present step."""
+        self.is_looped = False
+        """Whether a compiled loop does."""
         self.taken = 0
-        """Number of entries for which :meth:`make_room` was called."""
+        """Number of entries for which there must be room, on the host."""
         pasts, sources = [], []
         for layer in layers:
             own, cross = layer.self_attention, layer.cross_attention
@@ -97,14 +100,8 @@ class GridKeys:
         self.taken += rows
         if self.taken <= room:
             return
-        if room:
-            self._drop_unread()
-            self.taken += rows
-        more = MORE_POSITIONS * rows
-        self.own_past_BJP = F.pad(self.own_past_BJP, (0, more))
-        for past in self.pasts:
-            past.key_BHSK = F.pad(past.key_BHSK, (0, 0, 0, more))
-            past.value_BHSK = F.pad(past.value_BHSK, (0, 0, 0, more))
+        self._drop_unread(more=MORE_POSITIONS * rows)
+        self.taken += rows
 
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row, for which there is room."""
@@ -116,8 +113,9 @@ class GridKeys:
         self.made += rows
         like = self.pasts[0].key_BHSK
         self.is_fused = can_attend_step(like, rows=rows)
-        if self.is_fused:
-            return  # the kernel reads the conditions themselves
+        self.is_looped = can_loop(like) and not self.is_fused
+        if self.is_fused or self.is_looped:
+            return  # they read the conditions themselves
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
             None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
@@ -152,24 +150,29 @@ class GridKeys:
             mine.key_BHSK = _joined(mine.key_BHSK, its.key_BHSK, dim=-2)
             mine.value_BHSK = _joined(mine.value_BHSK, its.value_BHSK, dim=-2)
 
-    def _drop_unread(self) -> None:
-        """Drop the entries that no row of their sentence reads, as far as all sentences have any.
+    def _drop_unread(self, *, more: int = 0) -> None:
+        """Drop entries that no row of their sentence reads, and make room for ``more``.
 
         Beams soon have a common past: they read few entries more than there are positions.
         """
         is_read_BP = self.own_past_BJP.any(1)
-        batch, most = len(is_read_BP), int(is_read_BP.sum(1).max())
+        batch, before = is_read_BP.shape
+        self.taken = int(is_read_BP.sum(1).max()) if before else 0
+        self.made.fill_(self.taken)
         # Entries that are read come last, in their order.
-        order_BP = is_read_BP.byte().argsort(dim=1, stable=True)[:, is_read_BP.shape[1] - most :]
+        order_BP = is_read_BP.byte().argsort(dim=1, stable=True)[:, before - self.taken :]
         sentence_B1 = torch.arange(batch, device=order_BP.device)[:, None]
-        self.own_past_BJP = self.own_past_BJP.mT[sentence_B1, order_BP].mT.contiguous()
+
+        def moved(x_BXPK: Tensor) -> Tensor:
+            _, others, _, width = x_BXPK.shape
+            new_BXPK = x_BXPK.new_zeros(batch, others, self.taken + more, width)
+            read_BPXK = x_BXPK.transpose(1, 2)[sentence_B1, order_BP]
+            new_BXPK[:, :, : self.taken] = read_BPXK.transpose(1, 2)
+            return new_BXPK
+
+        self.own_past_BJP = moved(self.own_past_BJP[..., None])[..., 0]
         for one in self.pasts:
-            one.key_BHSK, one.value_BHSK = (
-                x.transpose(1, 2)[sentence_B1, order_BP].transpose(1, 2).contiguous()
-                for x in (one.key_BHSK, one.value_BHSK)
-            )
-        self.taken = most
-        self.made.fill_(most)
+            one.key_BHSK, one.value_BHSK = moved(one.key_BHSK), moved(one.value_BHSK)
 
 
 def _joined(one: Tensor, other: Tensor, *, dim: int) -> Tensor:
@@ -209,14 +212,14 @@ class _Entries:
     def attend(self, query_RD: Tensor) -> Tensor:
         """Attend with the rows of a sentence as positions of one query."""
         keys = self.keys
+        is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
+        if keys.is_looped:
+            return attend_grid(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS)
         if keys.is_fused:
-            is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
             new, self.new = self.new, None
             return attend_step(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS, new)
         mask = keys.past_mask if self.is_past else keys.source_mask
-        # On CPU, PyTorch's fused attention takes half as long again for the few rows of a sentence.
-        compute = attend_by_products if self.key_BHSK.device.type == "cpu" else attend
-        context_BHJK = compute(self._heads(query_RD), self.key_BHSK, self.value_BHSK, mask=mask)
+        context_BHJK = attend(self._heads(query_RD), self.key_BHSK, self.value_BHSK, mask=mask)
         return context_BHJK.transpose(1, 2).reshape(query_RD.shape)
 
     def _heads(self, x_RD: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -18,10 +19,13 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.terminal import counted
 
 BATCH_LINES = 256
 """Most lines that are translated at once."""
+FEW_LINES = 16
+"""Number of first lines that are translated without compiled loops, which take long to load."""
 NAMED_PROBLEMS = 20
 """Most unreadable lines that are reported one by one; further ones are counted."""
 
@@ -133,7 +137,10 @@ def filter_lines(
                 _job_of(translator, direction, line, of_line, has_prefix=has_prefixes)
                 for line, of_line in zip(batch, wanted, strict=False)
             ]
-            translations = translate_jobs(translator, [job for _, job in taken])
+            # An int8 translation does not depend on its batch, so it has the same kernels always.
+            is_few = counts.lines + len(batch) <= FEW_LINES and decoding.precision != "int8"
+            with sparing_loops() if is_few else nullcontext():
+                translations = translate_jobs(translator, [job for _, job in taken])
             for (line, _), hypothesis in zip(taken, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:

@@ -7,7 +7,8 @@
   cards. The tests replace the operator by a loop over sentences. A tile of 64 queries of the fused
   kernel visits the keys of its first to its last sentence: short sentences share a tile, and no
   work is spent on padding.
-- :func:`attend_step`, of rows of a search to cached keys: a fused kernel.
+- :func:`attend_step` and :func:`attend_grid`, of rows of a search to cached keys: a fused kernel,
+  and a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
 packed key tokens, X width of a product; R rows of a search, J rows of a
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.cpu import LOOP_COST, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.noise import Dropout, signed_threshold, weight_dropout
 
@@ -82,20 +84,6 @@ def attend(
         return F.scaled_dot_product_attention(
             query_BHTK, key_BHSK, value_BHSK, attn_mask=mask, is_causal=is_causal
         )
-    states = query_BHTK, key_BHSK, value_BHSK
-    return attend_by_products(*states, mask=mask, is_causal=is_causal, dropout=dropout)
-
-
-def attend_by_products(
-    query_BHTK: Tensor,
-    key_BHSK: Tensor,
-    value_BHSK: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool = False,
-    dropout: Dropout | None = None,
-) -> Tensor:
-    """Return the result of :func:`attend` by plain matrix products."""
     scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
     scores_BHTS = query_BHTK * scale @ key_BHSK.transpose(-1, -2)
     if is_causal:
@@ -373,4 +361,24 @@ def attend_step(
         **{"BJ": max(power_of_two(rows), 16), "BK": max(power_of_two(width), 16)},
         **{"BS": STEP_ENTRIES, "num_warps": 4, "num_stages": 2},
     )
+    return context_RD
+
+
+def attend_grid(
+    query_RD: Tensor, key_BHSK: Tensor, value_BHSK: Tensor, is_seen_BJS: Tensor
+) -> Tensor:
+    """Return the result of :func:`attend_step` in float32 on CPU; nothing is written."""
+    from pipeline.kernels import compiled_loops as loops
+
+    sentences, heads, entries, width = key_BHSK.shape
+    rows, context_RD = len(query_RD) // sentences, query_RD.new_empty(query_RD.shape)
+    flat = query_RD.contiguous(), context_RD
+    query, context = (x_RD.view(-1, heads, width).numpy() for x_RD in flat)
+    grids = key_BHSK, value_BHSK, is_seen_BJS
+    key, value, is_seen = (grid.contiguous().numpy() for grid in grids)
+
+    def attend(first: int, last: int) -> None:
+        loops.attend_grid(query, key, value, is_seen, rows, first, last, context)
+
+    over_rows(attend, len(query_RD), cost_of_row=2 * entries * heads * width * LOOP_COST)
     return context_RD

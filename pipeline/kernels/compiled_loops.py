@@ -1,15 +1,16 @@
 """Loops compiled by numba, which run on the CPU.
 
-- Over places of dropout. In PyTorch, these are many operators on few numbers, and calling an
-  operator takes longer than its work. Other devices run the same steps as operators, next to the
-  call of the loop.
+- Over places of dropout, and over entries that the rows of a search see. In PyTorch, these are many
+  operators on few numbers, or operators that also read other entries. Other devices run the same
+  steps as operators, next to the call of the loop.
 - Over sentences, to plan and assemble batches, and over their n-grams. A window has millions of
   sentences, and a micro-batch hundreds. numpy would make one pass and one temporary array per
   operator, and Python would take longer than the model. The loops release the interpreter's lock:
   a thread can prepare batches ahead of training.
 
-Legend: N tokens or sentences, X places of a token; of batches R rounds, P pairs, B sentences; of
-n-grams T texts, K counts; an axis of 2: the sides of a pair, or source and target.
+Legend: N tokens or sentences, X places of a token; of a search R rows, H heads, K head width, B
+sentences, J rows of each, S entries, T entries that a row sees; of batches R rounds, P pairs, B
+sentences; of n-grams T texts, K counts; an axis of 2: the sides of a pair, or source and target.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from numba.np.numpy_support import carray
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
+States = npt.NDArray[np.float32]
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
@@ -39,6 +41,52 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
         return fast
 
     return decorate
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def attend_grid(
+    query_RHK: States,
+    key_BHSK: States,
+    value_BHSK: States,
+    is_seen_BJS: Flags,
+    rows: int,
+    first: int,
+    last: int,
+    context_RHK: States,
+) -> None:
+    """Compute softmax(q kᵀ / sqrt(K)) v of rows ``first`` to ``last`` (exclusive), head by head.
+
+    Every sentence has ``rows`` rows; a row attends to the entries of its sentence that it sees.
+    """
+    _, num_heads, entries, width = key_BHSK.shape
+    scale = np.float32(1) / np.sqrt(np.float32(width))
+    place_T, weight_T = np.empty(entries, np.int64), np.empty(entries, np.float32)
+    total_K = np.empty(width, np.float32)
+    for row in range(first, last):
+        b, count = row // rows, 0
+        is_seen_S = is_seen_BJS[b, row % rows % is_seen_BJS.shape[1]]
+        for s in range(entries):
+            if is_seen_S[s]:
+                place_T[count] = s
+                count += 1
+        for h in range(num_heads):
+            query_K, peak, normalizer = query_RHK[row, h], np.float32(-np.inf), np.float32(0)
+            for t in range(count):
+                key_K, score = key_BHSK[b, h, place_T[t]], np.float32(0)
+                for k in range(width):
+                    score += query_K[k] * key_K[k]
+                weight_T[t] = score * scale
+                peak = max(peak, weight_T[t])
+            for t in range(count):
+                weight_T[t] = np.exp(weight_T[t] - peak)
+                normalizer += weight_T[t]
+            share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
+            total_K[:] = 0
+            for t in range(count):
+                weight, value_K = weight_T[t] * share, value_BHSK[b, h, place_T[t]]
+                for k in range(width):
+                    total_K[k] += weight * value_K[k]
+            context_RHK[row, h] = total_K
 
 
 @compiled()

@@ -1,8 +1,11 @@
-"""CPU support: threads of small products.
+"""CPU support: threads of small products, and use of compiled loops.
 
 Many small matrix products take less time side by side, one thread each, than one after the other on
 all threads: threads need not synchronize after every product, and while one waits for weights from
 memory, another computes (:func:`side_by_side`).
+
+Importing the compiled loops imports numba, which takes a third of a second. The model's kernels
+import them where they run: commands that only count parameters or operators do not wait for it.
 """
 
 import os
@@ -12,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
 # oneDNN keeps the code that it makes for each shape, and PyTorch each product of such a shape: by
 # default 1,024 of either, about 1 MB each. Every batch has other numbers of rows: training
@@ -31,6 +35,10 @@ def has_bfloat16_products() -> bool:
 
 WORTH_OTHER_THREADS = 2**25
 """Number of multiply-adds from which waking other threads pays, as measured."""
+
+
+LOOP_COST = 8
+"""Cost of a multiply-add in a search's loop, in multiply-adds of a matrix product."""
 
 
 def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
@@ -123,3 +131,26 @@ def _helpers(threads: int) -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
+
+
+class _Loops:
+    are_spared = False
+
+
+@contextmanager
+def sparing_loops() -> Iterator[None]:
+    """Search by operators instead of compiled loops.
+
+    Loading the loops takes half a second, and compiling them on the first use of an installation
+    ten: more than the loops save on a few sentences.
+    """
+    before, _Loops.are_spared = _Loops.are_spared, True
+    try:
+        yield
+    finally:
+        _Loops.are_spared = before
+
+
+def can_loop(x: Tensor) -> bool:
+    """Return whether compiled loops serve a search with states like ``x``."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not _Loops.are_spared

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.kernels import attention as kernel
+from pipeline.kernels import cpu
 from pipeline.kernels.attention import (
     attend,
+    attend_grid,
     attention_mask,
     can_attend_packed,
 )
@@ -294,3 +296,22 @@ def test_the_padded_forms_mask_is_made_once_for_all_layers_and_adds_numbers_on_a
     half = packing.key_mask(beside=x.bfloat16())
     assert half is not None
     assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_rows_of_a_search_attend_to_the_entries_that_they_see(
+    is_own: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, key, value = random_heads(batch=3, length=4, keys=6, seed=7)
+    allowed = torch.rand(3, 4 if is_own else 1, 6) > 0.4
+    allowed[:, :, 1] = True
+    value[0, :, 5] = torch.nan
+    allowed[0, :, 5] = False
+    query_RD = query.transpose(1, 2).flatten(0, 1).flatten(1)
+    found_RD = attend_grid(query_RD, key, value, allowed)
+    expected = brute_force(query, key, value, allowed[:, None].expand(3, 2, 4, 6))
+    expected_RD = expected.transpose(1, 2).flatten(0, 1).flatten(1)
+    torch.testing.assert_close(found_RD.double(), expected_RD, rtol=0, atol=1e-6)
