@@ -1,8 +1,4 @@
-"""CPU support: choice of kernels, threads, and use of compiled loops.
-
-Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
-features chooses the kernels: a machine always has the same ones. In training, all ranks use
-those of rank 0.
+"""CPU support: threads of small products, and use of compiled loops.
 
 Many small matrix products take less time side by side, one thread each, than one after the other on
 all threads: threads need not synchronize after every product, and while one waits for weights from
@@ -16,9 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,35 +24,6 @@ from torch import Tensor
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
-NO_AVX512 = ("DEFAULT", "AVX2")
-"""PyTorch's names of x86 capabilities with which MKL's products of few rows beat oneDNN's."""
-
-
-@dataclass(frozen=True)
-class CpuKernels:
-    """Choice of a kernel for every operation that has several on CPU.
-
-    Attributes:
-        bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
-            instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
-        few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
-            search: oneDNN, or PyTorch's default (MKL in its builds for x86).
-    """
-
-    bfloat16_products: Literal["bfloat16", "float32"]
-    few_rows_products: Literal["onednn", "blas"] = "blas"
-
-
-@cache
-def by_processor() -> CpuKernels:
-    """Return the kernels for this processor, which depend on its instructions only."""
-    has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
-    has_onednn = torch.backends.mkldnn.is_available()
-    return CpuKernels(
-        few_rows_products="onednn" if has_onednn and has_avx512 else "blas",
-        bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
-    )
-
 
 @cache
 def has_bfloat16_products() -> bool:
@@ -68,36 +33,9 @@ def has_bfloat16_products() -> bool:
     )
 
 
-class _InUse:
-    """Replacement of the processor's kernels and compiled loops in this process."""
-
-    kernels: CpuKernels | None = None
-    spares_loops: bool = False
-
-
-def cpu_kernels() -> CpuKernels:
-    """Return the kernels that this process uses."""
-    return _InUse.kernels or by_processor()
-
-
-def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Use ``kernels`` from now on; None: what suits the processor."""
-    _InUse.kernels = kernels
-
-
-@contextmanager
-def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
-    """Use ``kernels`` inside the context."""
-    before = _InUse.kernels
-    use_cpu_kernels(kernels)
-    try:
-        yield
-    finally:
-        _InUse.kernels = before
-
-
 WORTH_OTHER_THREADS = 2**25
 """Number of multiply-adds from which waking other threads pays, as measured."""
+
 
 LOOP_COST = 8
 """Cost of a multiply-add in a search's loop, in multiply-adds of a matrix product."""
@@ -195,25 +133,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
 
 
+class _Loops:
+    are_spared = False
+
+
 @contextmanager
 def sparing_loops() -> Iterator[None]:
-    """Compute by operators instead of compiled loops, without gradients.
+    """Search by operators instead of compiled loops.
 
     Loading the loops takes half a second, and compiling them on the first use of an installation
     ten: more than the loops save on a few sentences.
     """
-    before, _InUse.spares_loops = _InUse.spares_loops, True
+    before, _Loops.are_spared = _Loops.are_spared, True
     try:
         yield
     finally:
-        _InUse.spares_loops = before
+        _Loops.are_spared = before
 
 
-def uses_loops(x: Tensor) -> bool:
-    """Return whether compiled loops serve the device of a tensor."""
-    return x.device.type == "cpu" and not _InUse.spares_loops
-
-
-def can_loop(x_ND: Tensor) -> bool:
-    """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
-    return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)
+def can_loop(x: Tensor) -> bool:
+    """Return whether compiled loops serve a search with states like ``x``."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not _Loops.are_spared

@@ -27,7 +27,6 @@ from pipeline.kernels.products import (
     activate,
     has_grouped_products,
     linear,
-    product_into,
 )
 
 
@@ -299,12 +298,12 @@ class _ExpertByExpert(torch.autograd.Function):
             dy = dy_RD[rows]
             torch.sum(dy, 0, out=d_down_bias_ED[e])
             active = hidden if ctx.activation == "relu" else F.gelu(hidden)  # ReLU was in place
-            product_into(d_down_EDF[e], dy.t(), active)
+            torch.mm(dy.t(), active, out=d_down_EDF[e])
             d_hidden = linear(dy, down_EDF[e].t())
             _activation_gradient_(d_hidden, hidden, ctx.activation)
             torch.sum(d_hidden, 0, out=d_up_bias_EF[e])
-            product_into(d_up_EFD[e], d_hidden.t(), x_RD[rows])
-            product_into(dx_RD[rows], d_hidden, up_EFD[e])
+            torch.mm(d_hidden.t(), x_RD[rows], out=d_up_EFD[e])
+            torch.mm(d_hidden, up_EFD[e], out=dx_RD[rows])
 
         weights = up_EFD[0].numel()
         side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])

@@ -1,9 +1,7 @@
 """Linear layers and other matrix products by PyTorch's fastest kernel.
 
 On CPU, ``F.linear`` uses MKL for float32, except in products of few rows by a large matrix, as in a
-search. bfloat16 uses oneDNN if the processor has instructions for it; otherwise PyTorch's product
-is a plain loop, and a float32 product takes a tenth of its time. :mod:`pipeline.kernels.cpu`
-chooses. On CUDA, nothing differs from ``nn.Linear``.
+search, for which oneDNN may be faster. On CUDA, nothing differs from ``nn.Linear``.
 
 Legend: N rows, I inputs, O outputs.
 """
@@ -19,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import cpu_kernels
-
 FEW_ROWS, LARGE = range(3, 65), 2**18
 """Numbers of rows, and of weights, with which a product by MKL reads the weights more slowly."""
+
+NO_AVX512 = ("DEFAULT", "AVX2")
+"""PyTorch's names of x86 capabilities with which MKL's products of few rows beat oneDNN's."""
 
 GROUPED_CAPABILITY = (9, 0)
 """Lowest CUDA capability with a fast grouped product; on older GPUs it is a loop on the host."""
@@ -53,39 +52,10 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x Wᵀ + b over the last dimension, differentiable."""
-    if x.device.type == "cpu" and _in_float32(x.dtype):
-        product = batched_product(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))
-        return product if bias is None else product + bias
     if x.device.type == "cpu" and _few_rows_by_onednn(x, weight):
         y: Tensor = _linear_pointwise()(x, weight, bias, "none", [], "")
         return y
     return F.linear(x, weight, bias)
-
-
-def batched_product(x: Tensor, y: Tensor) -> Tensor:
-    """Return a product of matrices, or the products of two equal batches; differentiable."""
-    if x.device.type != "cpu" or not _in_float32(x.dtype):
-        return x @ y
-    z: Tensor = _BatchedProduct.apply(x, y)  # type: ignore[no-untyped-call]
-    return z
-
-
-class _BatchedProduct(torch.autograd.Function):
-    """Product of bfloat16 matrices in float32, without keeping the float32 copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return (x.float() @ y.float()).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        dz = gradients[0].float()
-        dx = dz @ y.float().transpose(-1, -2)
-        dy = x.float().transpose(-1, -2) @ dz
-        return dx.to(x.dtype), dy.to(y.dtype)
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -151,25 +121,6 @@ class _PaddedProduct(torch.autograd.Function):
         )
 
 
-def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Add x · matrix to ``out``, all two-dimensional.
-
-    ``out`` may have another dtype than the factors.
-    """
-    if out.dtype != x.dtype or (x.device.type == "cpu" and _in_float32(x.dtype)):
-        out += linear(x, matrix.t())
-    else:
-        out.addmm_(x, matrix)
-
-
-def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Write x · matrix into ``out``, all two-dimensional and on CPU."""
-    if _in_float32(x.dtype):
-        out.copy_(linear(x, matrix.t()))
-    else:
-        torch.mm(x, matrix, out=out)
-
-
 def _few_rows_by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Return whether a product of a search takes oneDNN for its few rows.
 
@@ -177,7 +128,14 @@ def _few_rows_by_onednn(x: Tensor, weight: Tensor) -> bool:
     """
     if x.dtype != torch.float32 or weight.numel() < LARGE or not torch.is_inference_mode_enabled():
         return False
-    return x.numel() // x.shape[-1] in FEW_ROWS and cpu_kernels().few_rows_products == "onednn"
+    return x.numel() // x.shape[-1] in FEW_ROWS and _has_fast_onednn()
+
+
+@cache
+def _has_fast_onednn() -> bool:
+    """Return whether oneDNN's products of few rows are faster than MKL's on this processor."""
+    has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
+    return has_avx512 and torch.backends.mkldnn.is_available()
 
 
 @cache
@@ -185,11 +143,6 @@ def _linear_pointwise() -> Callable[..., Tensor]:
     """Return the operator that torch.compile emits; cached, as the look-up is slow."""
     found: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
     return found
-
-
-def _in_float32(dtype: torch.dtype) -> bool:
-    """Return whether products of a dtype are computed in float32."""
-    return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
 
 
 Activation = Literal["relu", "gelu"]

@@ -38,7 +38,6 @@ from pipeline.kernels.products import (
     GROUPED_MULTIPLE,
     Activation,
     activate,
-    add_product_,
     has_grouped_products,
     is_on_cpu,
     linear,
@@ -257,7 +256,7 @@ class RowRuns(ArrangedRows):
         """Return dyᵀ x, summed over the runs of a slot."""
         d_weight_SOI = d_rows.new_zeros(self.num_slots, d_rows.shape[1], rows.shape[1])
         for start, stop, slot in self.runs:
-            add_product_(d_weight_SOI[slot], d_rows[start:stop].t(), rows[start:stop])
+            d_weight_SOI[slot].addmm_(d_rows[start:stop].t(), rows[start:stop])
         return d_weight_SOI
 
     def bias_gradient(self, d_rows: Tensor) -> Tensor:

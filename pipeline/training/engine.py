@@ -61,8 +61,6 @@ from pipeline.training.optim import (
     GradientOrder,
     depends_on_order,
     has_flat_gradients,
-    may_fall,
-    prepare_scaler,
     read_scale,
     restore_scale,
 )
@@ -260,7 +258,8 @@ class Engine:
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
-        prepare_scaler(self._zero.loss_scaler)
+        # The caller reacts to an overflow at the smallest scale, not DeepSpeed.
+        self._zero.loss_scaler.raise_error_at_min_scale = False
         self.device: torch.device = next(model.parameters()).device
         self._forward: nn.Module = self._engine
         self._flat: FlatGradients | None = None
@@ -359,7 +358,8 @@ class Engine:
     @property
     def loss_scale_may_fall(self) -> bool:
         """Whether an update that overflows now is tried again at a smaller loss scale."""
-        return may_fall(self._zero.loss_scaler)
+        scaler = self._zero.loss_scaler
+        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
 
     def verdict(
         self,

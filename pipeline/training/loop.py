@@ -26,9 +26,8 @@ from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
 from pipeline.config.recipe import Recipe
 from pipeline.distributed import process
-from pipeline.distributed.world import StopFlag, World, from_rank_zero, gather_objects, wait_for_all
+from pipeline.distributed.world import StopFlag, World, gather_objects, wait_for_all
 from pipeline.errors import AgreedStop, CheckpointError, ConfigError
-from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.transformer import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
@@ -105,16 +104,14 @@ class TrainingRun:
         """
         with self.run_directory.locked(), self.profiling:
             self._resume()
-            # One choice for all ranks: the order in which gradients arrive depends on the kernels.
-            with using_cpu_kernels(from_rank_zero(by_processor())):
-                try:
-                    self._rehearse()
-                    self._train()
-                except torch.OutOfMemoryError as error:
-                    raise self._out_of_memory() from error
-                finally:
-                    gc.unfreeze()
-                self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
+            try:
+                self._rehearse()
+                self._train()
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory() from error
+            finally:
+                gc.unfreeze()
+            self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
         with (

@@ -1,4 +1,4 @@
-"""The kernels and the threads that a process takes on its CPU."""
+"""The threads that a process takes on its CPU."""
 
 import os
 import signal
@@ -6,7 +6,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from threading import Barrier, current_thread, main_thread
 
 import pytest
@@ -16,39 +15,7 @@ from hypothesis import strategies as st
 from support.forked import started_code
 
 from pipeline.kernels import cpu
-from pipeline.kernels.cpu import (
-    CpuKernels,
-    by_processor,
-    cpu_kernels,
-    side_by_side,
-    threads_worth,
-    using_cpu_kernels,
-)
-
-
-def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> None:
-    assert cpu_kernels() == by_processor()
-    told = replace(by_processor(), bfloat16_products="float32")
-    with using_cpu_kernels(told):
-        assert cpu_kernels() == told
-    assert cpu_kernels() == by_processor()
-
-
-@pytest.mark.parametrize(
-    ("capability", "has_bfloat16", "expected"),
-    [
-        ("AVX2", False, CpuKernels("float32", "blas")),
-        ("AVX512", False, CpuKernels("float32", "onednn")),
-        ("AVX512", True, CpuKernels("bfloat16", "onednn")),
-    ],
-)
-def test_the_table_goes_by_the_instructions_of_a_processor(
-    capability: str, has_bfloat16: bool, expected: CpuKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(cpu, "has_bfloat16_products", lambda: has_bfloat16)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert by_processor.__wrapped__() == expected
+from pipeline.kernels.cpu import side_by_side, threads_worth
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-"""Linear layers and other products against PyTorch's, on all kernels a process may choose."""
+"""Linear layers and other products against PyTorch's."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -9,26 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.kernels import products as linear_module
-from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import (
     OUTPUT_MULTIPLE,
     Linear,
     _product_in_padded_rows,
-    add_product_,
-    batched_product,
     linear,
     padded_product,
-    product_into,
 )
-
-ONEDNN = CpuKernels("bfloat16", "onednn")
-OTHERS = CpuKernels("float32", "blas")
-
-
-@pytest.fixture(autouse=True, params=[ONEDNN, OTHERS], ids=["oneDNN", "others"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
-    with using_cpu_kernels(request.param):
-        yield request.param
 
 
 def pair() -> tuple[Linear, nn.Linear]:
@@ -72,52 +58,14 @@ def test_only_what_wants_a_gradient_gets_one(wanted: str) -> None:
     assert all(value.grad is None for name, value in values.items() if name != wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_written_and_added_where_asked(dtype: torch.dtype) -> None:
-    x, weight = tokens(6, 12).to(dtype), tokens(20, 12).to(dtype)
-    expected = x.double() @ weight.double().t()
-    atol = 1e-5 if dtype == torch.float32 else 5e-2
-    out = torch.empty(6, 20, dtype=dtype)
-    product_into(out, x, weight.t())
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    for total in (torch.ones(6, 20, dtype=dtype), torch.ones(6, 20)):
-        add_product_(total, x, weight.t())
-        torch.testing.assert_close(total.double(), 1 + expected, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batched_products_and_their_gradients_are_those_of_float64(dtype: torch.dtype) -> None:
-    inputs = [tokens(2, 3, 4, 5).to(dtype), tokens(2, 3, 5, 6).to(dtype)]
-    results = []
-    for values in (inputs, [value.double() for value in inputs]):
-        x, y = (value.detach().requires_grad_() for value in values)
-        z = batched_product(x, y)
-        results.append([z, *torch.autograd.grad(z.square().sum(), (x, y))])
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == dtype
-        rtol = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=30 * rtol)
-
-
-def test_a_training_in_bfloat16_keeps_no_copies_in_float32() -> None:
-    x, weight = (tokens(*shape).bfloat16().requires_grad_() for shape in ((2, 6, 12), (20, 12)))
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        linear(x, weight)
-        batched_product(x, x.mT)
-    assert kept
-    assert all(tensor.dtype == torch.bfloat16 for tensor in kept)
-
-
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 65])
 def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
-    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, rows: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, is_fast: bool
 ) -> None:
+    if is_fast and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of PyTorch has no oneDNN")
+    monkeypatch.setattr(linear_module, "_has_fast_onednn", lambda: is_fast)
     monkeypatch.setattr(linear_module, "LARGE", 20 * 12)
     layer, _ = pair()
     x_NI = tokens(rows, 12)
@@ -135,7 +83,7 @@ def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
             torch.testing.assert_close(layer(x_NI).double(), expected, rtol=0, atol=1e-5)
             strided = linear(x_NI.t().contiguous().t(), layer.weight, layer.bias)
             torch.testing.assert_close(strided.double(), expected, rtol=0, atol=1e-5)
-    is_expected = kernels.few_rows_products == "onednn" and 3 <= rows <= 64
+    is_expected = is_fast and 3 <= rows <= 64
     assert calls.call_count == (2 if is_expected else 0)
 
 
