@@ -16,6 +16,7 @@ from data_prep.settings import GroupsConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import is_synthetic, languages, line_counts
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
+from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import (
@@ -176,9 +177,21 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
     return sizes
 
 
-def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
+def language_embeddings(checkpoint: Artifact, codes: Collection[str]) -> dict[str, Vector]:
     """Return language → embedding [width] of its token in a trained model."""
+    kind = stated_spec(checkpoint).model.embedding.input
+    if kind != "learned":  # other embeddings say nothing about a language
+        raise ConfigError(
+            f"{checkpoint.directory} has model.embedding.input = {kind!r}, and languages are "
+            "grouped by learned embeddings. Name a checkpoint that has some, or set groups.method "
+            "to 'typology' or 'paper'."
+        )
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
+    if lacking := [code for code in codes if code not in tokenizer.languages]:
+        raise ConfigError(
+            f"{checkpoint.directory} does not know {listed(lacking)}, which the shards have. Name "
+            "a checkpoint that does, or set groups.method to 'typology' or 'paper'."
+        )
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
