@@ -472,9 +472,20 @@ def test_only_directions_into_the_targets_asked_for_are_translated(
     assert list(statistics["directions"]) == ["de-en", "fr-en"]
     assert statistics["skipped_directions"] == ["de-fr", "en-de", "en-fr", "fr-de"]
     capsys.readouterr()
-    refused = DECODING + 'targets = ["zu"]\n'
+    refused = DECODING + 'targets = ["ru"]\n'
     assert other.run("none", decoding=refused) == EXIT_USER_ERROR
-    assert "decoding.targets names zu" in capsys.readouterr().err
+    assert "decoding.targets names ru" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("targets", "code"), [(["fr", "jp"], "jp"), (["zu"], "zu")])
+def test_a_target_of_neither_model_nor_test_sets_is_refused(
+    targets: list[str], code: str, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a mistyped language would be left out without a word."""
+    other = bench_of(bench, ["de-en", "de-fr", "en-fr"])
+    assert other.run("none", decoding=f"{DECODING}targets = {targets}\n") == EXIT_USER_ERROR
+    said = f"decoding.targets names {code}, which neither model nor test sets have."
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("pivot", "code"), [("en", "en"), ("deu_Latn", "de")])

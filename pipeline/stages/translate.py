@@ -61,7 +61,7 @@ from pipeline.distributed.world import (
     wait_for_all,
 )
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import find_code, unknown_language
 from pipeline.stage import StageCall
 from pipeline.terminal import Progress, counted, listed
 
@@ -108,7 +108,8 @@ def select_directions(
 
     Raises:
         ArtifactError: the corpus has no test lines.
-        ConfigError: the model knows none of the directions, or none is into the targets.
+        ConfigError: the model knows none of the directions, none is into the targets, or a target
+            is in neither the model nor the corpus.
     """
     tokenizer = read_tokenizer(checkpoint)
     known, into = set(tokenizer.languages), tokenizer.target_languages
@@ -127,6 +128,11 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
+    languages = sorted(known.union(*((way.source, way.target) for way in every)))
+    for code in targets:
+        if code not in languages and find_code(code, languages) is None:
+            refusal = f"decoding.targets names {code}, which neither model nor test sets have."
+            raise unknown_language(code, languages, refusal)
     asked = {code if code in known else find_code(code, known) or code for code in targets}
     wanted = [direction for direction in taken if not asked or direction.target in asked]
     if not wanted:
