@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from pipeline.terminal import LISTED, counted, listed
 EMBEDDING_NAME = "embedding.weight"
 
 Vector = npt.NDArray[np.float64]
+Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,26 @@ def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, 
     ``given``, language in any usual spelling → family, overrides the registry.
     """
     found = sorted(codes)
-    named = {code: name for key, name in given.items() if (code := find_code(key, found))}
+    named = by_code(given, found, setting="languages.family")
     families = {code: family(code, named) for code in found}
     return {
         code: f"{UNKNOWN_FAMILY} ({code})" if name == UNKNOWN_FAMILY else name
         for code, name in families.items()
     }
+
+
+def by_code(
+    given: Mapping[str, Value], codes: Collection[str], *, setting: str
+) -> dict[str, Value]:
+    """Return code → value of a setting; ConfigError if two spellings of a language disagree."""
+    found: dict[str, Value] = {}
+    for spelling, value in given.items():
+        code = find_code(spelling, codes) or spelling
+        if found.setdefault(code, value) != value:
+            raise ConfigError(
+                f"{setting} gives {code} both {found[code]!r} and {value!r}. Leave one out."
+            )
+    return found
 
 
 def by_family(families: Mapping[str, str]) -> Grouping:
@@ -118,7 +134,7 @@ def by_family(families: Mapping[str, str]) -> Grouping:
 def by_paper(codes: Collection[str], *, extend: Mapping[str, int]) -> Grouping:
     """Take the paper's groups for OPUS-100, with additions; ConfigError for a language in none."""
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
-    table |= {find_code(name, codes) or name: group for name, group in extend.items()}
+    table |= by_code(extend, codes, setting="groups.extend")
     names = {}
     for code in codes:
         group = table.get(code, table.get(without_region(code)))

@@ -286,6 +286,20 @@ def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> Non
         group(tmp_path, GroupsConfig(method="typology"), families={"cherokee": "Iroquoian"})
 
 
+@pytest.mark.parametrize(
+    ("config", "families", "said"),
+    [
+        ({"method": "typology"}, {"de": "A", "deu": "B"}, "family gives de both 'A' and 'B'"),
+        ({"method": "paper", "extend": {"fr_FR": 1, "fr": 2}}, {}, "extend gives fr both 1 and 2"),
+    ],
+)
+def test_two_spellings_of_a_language_with_different_values_are_refused(
+    config: dict[str, Any], families: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        group(tmp_path, GroupsConfig(**config), families=families)
+
+
 def test_unknown_families_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ("chr", "chy", "cop", "de", "en")
     checkpoint = make_checkpoint(tmp_path / "checkpoint", codes)
