@@ -197,6 +197,12 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/jobs", 13, "operator: names, times and lines in the values of a site file"),
     ("pages", 11, "someone who asks whether experts pay computes the intervals anew"),
     ("error messages", 2, "careful users: a sentence instead of silence"),
+    ("pipeline/evaluation", 6, "researcher: choices that were taken without a word"),
+    ("data_prep", 28, "researcher: choices that were taken without a word"),
+    ("pipeline/checkpoints/foreign", 2, "researcher: choices that were taken without a word"),
+    ("pipeline/extensions/analysis", 4, "researcher: choices that were taken without a word"),
+    ("pipeline/stages", 6, "researcher: choices that were taken without a word"),
+    ("error messages", 4, "researcher: choices that were taken without a word"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
