@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from data_prep.settings import GroupsConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import is_synthetic, languages, line_counts
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
+from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import (
@@ -33,6 +35,7 @@ from pipeline.terminal import LISTED, counted, listed
 EMBEDDING_NAME = "embedding.weight"
 
 Vector = npt.NDArray[np.float64]
+Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,26 @@ def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, 
     ``given``, language in any usual spelling → family, overrides the registry.
     """
     found = sorted(codes)
-    named = {code: name for key, name in given.items() if (code := find_code(key, found))}
+    named = by_code(given, found, setting="languages.family")
     families = {code: family(code, named) for code in found}
     return {
         code: f"{UNKNOWN_FAMILY} ({code})" if name == UNKNOWN_FAMILY else name
         for code, name in families.items()
     }
+
+
+def by_code(
+    given: Mapping[str, Value], codes: Collection[str], *, setting: str
+) -> dict[str, Value]:
+    """Return code → value of a setting; ConfigError if two spellings of a language disagree."""
+    found: dict[str, Value] = {}
+    for spelling, value in given.items():
+        code = find_code(spelling, codes) or spelling
+        if found.setdefault(code, value) != value:
+            raise ConfigError(
+                f"{setting} gives {code} both {found[code]!r} and {value!r}. Leave one out."
+            )
+    return found
 
 
 def by_family(families: Mapping[str, str]) -> Grouping:
@@ -122,7 +139,7 @@ def by_family(families: Mapping[str, str]) -> Grouping:
 def by_paper(codes: Collection[str], *, extend: Mapping[str, int]) -> Grouping:
     """Take the paper's groups for OPUS-100, with additions; ConfigError for a language in none."""
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
-    table |= {find_code(name, codes) or name: group for name, group in extend.items()}
+    table |= by_code(extend, codes, setting="groups.extend")
     names = {}
     for code in codes:
         group = table.get(code, table.get(without_region(code)))
@@ -181,9 +198,21 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
     return sizes
 
 
-def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
+def language_embeddings(checkpoint: Artifact, codes: Collection[str]) -> dict[str, Vector]:
     """Return language → embedding [width] of its token in a trained model."""
+    kind = stated_spec(checkpoint).model.embedding.input
+    if kind != "learned":  # other embeddings say nothing about a language
+        raise ConfigError(
+            f"{checkpoint.directory} has model.embedding.input = {kind!r}, and languages are "
+            "grouped by learned embeddings. Name a checkpoint that has some, or set groups.method "
+            "to 'typology' or 'paper'."
+        )
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
+    if lacking := [code for code in codes if code not in tokenizer.languages]:
+        raise ConfigError(
+            f"{checkpoint.directory} does not know {listed(lacking)}, which the shards have. Name "
+            "a checkpoint that does, or set groups.method to 'typology' or 'paper'."
+        )
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(

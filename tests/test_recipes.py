@@ -422,8 +422,8 @@ def test_languages_get_the_group_of_the_artifact_in_their_order() -> None:
     [
         ("demo_moe_lgr", None, "Name one (--groups, or"),
         ("demo_moe_lgr", {"de": 0, "en": 1}, "no group for ja"),
-        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 0}, "two or more groups"),
-        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 2}, "two or more groups"),
+        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 0}, "1 of 1. Run group_languages on this"),
+        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 2}, "2 of 3. Run group_languages on this"),
         ("moe_lgr_opus100", {"de": 0, "en": 0, "ja": 1}, "expects 4 language groups"),
     ],
 )

@@ -69,8 +69,6 @@ def open_model(path: Path) -> ModelSource:
     Raises:
         ArtifactError: There is none, or it cannot be used.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist. Name a checkpoint.")
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is None or manifest.kind == "export":
         return open_foreign(path)
@@ -87,6 +85,8 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
     Raises:
         CheckpointError: Its family is not known, or its files are invalid.
     """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist. Name a checkpoint.")
     if path.is_file():
         refuse_pointer(path, error=CheckpointError)
         if vocabulary is None and (path.parent / CONFIG_FILE).is_file():

@@ -249,5 +249,11 @@ def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:
     drawn = {curve.system for curve in history.curves}
     if bare := [run for run in compared.runs if run not in drawn]:
         yield f"No losses are recorded for {', '.join(bare)}."
+    for names in group_runs(compared.runs).values():
+        first: dict[str, str] = {}
+        for run in names:
+            other = first.setdefault(_origin(compared.runs[run]), run)
+            if other != run:
+                yield f"{other} and {run} are the same run: ranges over seeds are too narrow."
     if compared.left_out:
         yield f"Left out: {', '.join(compared.left_out)}."

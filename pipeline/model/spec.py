@@ -179,7 +179,9 @@ def groups_of_languages(
     if len(found) < 2 or sorted(found) != list(range(max(groups.values()) + 1)):
         raise ConfigError(
             f"A language-group router needs two or more groups, all of them used by the corpus's "
-            f"languages, but these belong to {len(found)}. Change groups.max_group_share."
+            f"languages, but these belong to {len(found)} of {max(groups.values()) + 1}. Run "
+            "group_languages on this corpus with a lower groups.max_group_share, or with more "
+            "families (languages.family)."
         )
     expected = model.moe.num_groups
     if expected is not None and expected != len(found):

@@ -109,7 +109,8 @@ def select_directions(
 
     Raises:
         ArtifactError: the corpus has no test lines.
-        ConfigError: the model knows none of the directions, or none is into the targets.
+        ConfigError: the model knows none of the directions, none is into the targets, or a target
+            is in neither the model nor the corpus.
     """
     tokenizer = read_tokenizer(checkpoint)
     known, into = set(tokenizer.languages), tokenizer.target_languages

@@ -1,5 +1,6 @@
 """Routes and encoder states by language, against a loop over lines."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -260,9 +261,13 @@ def test_what_gives_nothing_to_compare_is_refused_in_one_sentence(
         }
     }
     options = ["--out", str(tmp_path / "out"), "--checkpoint", str(dense.directory), "--corpus"]
-    given = make_corpus(tmp_path / "apart", apart)
-    assert cli.main(["analyze", "languages", *options, str(given.directory)]) == EXIT_USER_ERROR
-    assert "no test line of 'en' in all of its pairs" in capsys.readouterr().err
+    long: Texts = {"test": {"de-en": {code: ["Brot " * 500] for code in ("de", "en")}}}
+    for name, texts in {"apart": apart, "long": long}.items():
+        given = make_corpus(tmp_path / name, texts)
+        assert cli.main(["analyze", "languages", *options, str(given.directory)]) == EXIT_USER_ERROR
+        assert re.search(
+            r"no test line of 'en' that fits into the model's \d+ tokens", capsys.readouterr().err
+        )
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
     assert cli.main(["analyze", "languages", *options, str(corpus.directory)]) == EXIT_USER_ERROR
     assert "pip install 'mmnmt[analysis]'" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
+from pipeline.extensions.analysis import analyze_vectors
 
 LINES = ["Ein kurzer Satz.", "Haus", "Grüße aus Köln"]
 REFERENCES = ["A short sentence.", "house", "Greetings from Cologne"]
@@ -86,6 +87,24 @@ def test_every_language_is_scored_as_sacrebleu_does(model: Artifact, analysed: A
     assert found["without"] is not None
     root = ElementTree.parse(analysed.file("vectors-de-en.svg")).getroot()
     assert sum(one.get("class", "").startswith("fill") for one in root.iter()) == 5
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(40.0, "10.00 less"), (52.0, "2.00 more")])
+def test_the_summary_says_whether_the_worst_vector_is_worse(
+    wrong: float, said: str, model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {"bleu": 1.0, "chrf": 50.0, "changed": 0}
+    found = {"right": scores, "wrong": {"fr": scores | {"chrf": wrong}}}
+    monkeypatch.setattr(analyze_vectors, "score_vectors", lambda *_, **__: found)
+    lines = {"de": LINES[:1], "en": REFERENCES[:1]}
+    corpus, out = make_corpus(tmp_path / "corpus", {"test": {"de-en": lines}}), tmp_path / "out"
+    inputs = ["--checkpoint", str(model.directory), "--corpus", str(corpus.directory)]
+    command = ["analyze", "vectors", *inputs, "--set", 'analysis.directions=["de-en"]']
+    assert cli.main([*command, "--out", str(out)]) == 0
+    [line] = open_artifact(out, kind="analysis").manifest.summary
+    assert line == (
+        f"de-en: chrF++ 50.0 with the vector of de, {said} with the vector of fr, the worst of 1"
+    )
 
 
 def test_a_model_without_such_vectors_and_what_is_no_language_are_refused(

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.corpora import bytes_of, writing
 from support.stage_runs import run_stage
+from support.tiny_models import tiny_spec
 
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from data_prep.settings import GroupsConfig, LanguagesConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer
+from pipeline.checkpoints.checkpoint import write_spec
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
@@ -34,8 +36,11 @@ def make_shards(directory: Path, counts: dict[str, int]) -> Artifact:
     return open_artifact(directory, kind="shards")
 
 
-def make_checkpoint(directory: Path, codes: tuple[str, ...] = CODES) -> Artifact:
+def make_checkpoint(
+    directory: Path, codes: tuple[str, ...] = CODES, *, embedding: str = "learned"
+) -> Artifact:
     with writing(directory, "checkpoint", "pretrain") as writer:
+        write_spec(writer, tiny_spec(width=64, model={"embedding": {"input": embedding}}))
         tokenizer_dir = writer.path("tokenizer/tokenizer.json").parent
         TokenizerFiles(bytes_of(codes)).write(tokenizer_dir)
     return open_artifact(directory, kind="checkpoint")
@@ -224,10 +229,17 @@ def test_embeddings_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         group(tmp_path, GroupsConfig())
 
 
-def test_a_missing_language_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", CODES[:-1])
-    replace_embeddings(monkeypatch, checkpoint, embeddings(CODES[:-1]))
-    with pytest.raises(ConfigError, match="'uk'"):
+@pytest.mark.parametrize("embedding", ["one_hot", "frozen"])
+def test_embeddings_that_are_not_learned_are_refused(embedding: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", embedding=embedding)
+    with pytest.raises(ConfigError, match=f"embedding.input = '{embedding}', and languages are"):
+        group(tmp_path, GroupsConfig(), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(("known", "named"), [(CODES[:-1], "uk"), (CODES[2:], "de, el")])
+def test_a_missing_language_is_refused(known: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", known)
+    with pytest.raises(ConfigError, match=rf"checkpoint does not know {named}, which the shards"):
         group(tmp_path, GroupsConfig(), checkpoint=checkpoint)
 
 
@@ -272,6 +284,20 @@ def test_the_recipe_says_what_family_a_language_has(tmp_path: Path) -> None:
 def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
         group(tmp_path, GroupsConfig(method="typology"), families={"cherokee": "Iroquoian"})
+
+
+@pytest.mark.parametrize(
+    ("config", "families", "said"),
+    [
+        ({"method": "typology"}, {"de": "A", "deu": "B"}, "family gives de both 'A' and 'B'"),
+        ({"method": "paper", "extend": {"fr_FR": 1, "fr": 2}}, {}, "extend gives fr both 1 and 2"),
+    ],
+)
+def test_two_spellings_of_a_language_with_different_values_are_refused(
+    config: dict[str, Any], families: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        group(tmp_path, GroupsConfig(**config), families=families)
 
 
 def test_unknown_families_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,18 @@ def test_two_runs_of_one_name_are_refused_and_one_run_named_twice_is_shown_once(
     assert names_in(page) == ["old/dense", "new/dense"]
 
 
+@pytest.mark.parametrize("twin", ["one", "copy"])
+def test_a_run_that_is_named_as_two_seeds_is_pointed_out(twin: str, tmp_path: Path) -> None:
+    """Its range over seeds would be 0, whether the run is named twice or a copy of it."""
+    one, other = (training_run(tmp_path / name, [3.0]) for name in ("one", "other"))
+    shutil.copytree(one.directory, tmp_path / "copy")
+    given = (f"x@1={one.directory}", f"x@2={tmp_path / twin}", f"x@3={other.directory}")
+    said_of_twins = "x@1 and x@2 are the same run: ranges over seeds are too narrow."
+    assert said_of_twins in said(report(tmp_path, *given))
+    page = report(tmp_path, f"x@1={one.directory}", f"x@2={other.directory}", f"y={one.directory}")
+    assert "Notes" not in titles(page)
+
+
 def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     run = str(training_run(tmp_path / "dense", [3.0]).directory)
     out = tmp_path / "page.html"

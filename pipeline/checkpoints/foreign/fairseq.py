@@ -54,6 +54,7 @@ from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec
+from pipeline.terminal import listed
 
 UNSUPPORTED = """
     adaptive_softmax_cutoff adaptive_input tie_adaptive_weights char_inputs cross_self_attention
@@ -416,6 +417,11 @@ def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
         table, weights, spec=spec, expert_output_scale=settings.kept_share
     )
     digests = {file.name: raw_digest(file) for file in files}
+    if twins := [name for name, one in digests.items() if [*digests.values()].count(one) > 1]:
+        raise CheckpointError(
+            f"{path.parent} has copies of one file as {listed(twins)}. Restore the files of all "
+            "ranks from one checkpoint."
+        )
     digest = digests[path.name] if len(files) == 1 else json_digest(digests)
     return ModelSource(
         spec=spec, tokenizer=tokenizer, tensors=tensors, record=raw_record(path, digest)

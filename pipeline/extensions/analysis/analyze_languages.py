@@ -70,9 +70,10 @@ def run(call: StageCall) -> None:
     routes = count_routes(translator, corpus, selection.taken)
     if not states.lines and not routes:
         raise ArtifactError(
-            f"{corpus.directory} has no test line of {states.pivot!r} in all of its pairs, and no "
-            "token of its lines goes to an expert of the model: there is nothing to compare. Name "
-            "a corpus of one text in several languages, or a model with experts."
+            f"{corpus.directory} has no test line of {states.pivot!r} that fits into the model's "
+            f"{translator.max_tokens:,} tokens and is in all of its pairs, and no token of its "
+            "lines goes to an expert of the model: there is nothing to compare. Name a corpus of "
+            "one text in several languages, or a model with experts or with more max_positions."
         )
     families = {str(profile.direction): profile.family for profile in profiles}
     points = place_points(states.state_PD)
@@ -108,7 +109,8 @@ def run(call: StageCall) -> None:
             f"encoder states of {counted(len(states.lines), 'line')} compared in "
             f"{counted(len(states.state_PD), 'language')}"
             if states.lines
-            else f"no line of {states.pivot} is in all of its pairs: no encoder states are compared"
+            else f"no line of {states.pivot} that fits into the model is in all of its pairs: no "
+            "encoder states are compared"
         )
 
 
@@ -117,7 +119,7 @@ class States:
     """Encoder states of lines that several languages have."""
 
     pivot: str  # language of most pairs
-    lines: tuple[str, ...]  # its lines that are in all of its pairs
+    lines: tuple[str, ...]  # its lines that fit and are in all of its pairs
     directions: Mapping[str, Direction]  # language → direction that gives its lines their tags
     state_PD: Mapping[str, Floats]  # language → states of its translations of the lines
 

@@ -66,10 +66,11 @@ def run(call: StageCall) -> None:
             right = document[name]["right"]["chrf"]
             wrong = {code: one["chrf"] for code, one in document[name]["wrong"].items()}
             worst = min(wrong, key=wrong.__getitem__)
+            less = right - wrong[worst]  # a wrong vector can be better than the right one
             writer.summary.append(
                 f"{name}: chrF++ {right:.1f} with the vector of {name.split('-')[0]}, "
-                f"{right - wrong[worst]:.2f} less with the vector of {worst}, the worst of "
-                f"{len(wrong)}"
+                f"{abs(less):.2f} {'more' if less < 0 else 'less'} with the vector of {worst}, the "
+                f"worst of {len(wrong)}"
             )
         writer.statistics["directions"] = len(document)
 

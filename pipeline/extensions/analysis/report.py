@@ -298,7 +298,8 @@ def _languages(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> 
         f"Encoder states are means over the tokens of {lines:,} lines that all languages have. A "
         "line is retrieved if its translation is the nearest line of another language."
         if lines
-        else f"No test line of {pivot} is in all of its pairs, so no encoder states are compared."
+        else f"No test line of {pivot} that fits into the model is in all of its pairs, so no "
+        "encoder states are compared."
     )
     tables = (
         Table(

@@ -179,6 +179,15 @@ def test_a_checkpoint_without_its_vocabulary_is_one_sentence_on_the_command_line
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("name", ["nowhere.pt", "nowhere"])
+def test_a_path_that_does_not_exist_is_said_to(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["checkpoint", "import", str(tmp_path / name), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == EXIT_USER_ERROR
+    assert f"{name} does not exist. Name a checkpoint." in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def pre_norm(files: Files) -> Any:
     return make_peer(KINDS["pre-norm, sinusoids"], files)

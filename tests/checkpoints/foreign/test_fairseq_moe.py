@@ -1,6 +1,7 @@
 """Experts in the files of fairseq's ranks are the model's, each under its global number."""
 
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,16 @@ def test_files_of_ranks_that_do_not_belong_together_are_refused(
     part = {name: value for name, value in part.items() if kept in name}
     write_checkpoint(second, part | added, None)
     with pytest.raises(CheckpointError, match=words):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
+@pytest.mark.parametrize(("ranks", "source"), [(2, "rank-0"), (4, "rank-2")])
+def test_a_copy_of_another_rank_is_refused(
+    ranks: int, source: str, weights: Weights, files: Files, tmp_path: Path
+) -> None:
+    path = write_ranks(tmp_path, weights, settings(**MOE), ranks=ranks)
+    shutil.copy(tmp_path / f"checkpoint_2-{source}.pt", tmp_path / "checkpoint_2-rank-1.pt")
+    with pytest.raises(CheckpointError, match=rf"copies of one file as .*{source}\.pt"):
         open_foreign(path, vocabulary=files.vocabulary)
 
 
