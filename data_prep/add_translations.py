@@ -41,10 +41,11 @@ from pipeline.artifacts.corpus import (
     translated_lines,
 )
 from pipeline.artifacts.spelling import is_blank
+from pipeline.distributed.process import track
 from pipeline.errors import DataError
 from pipeline.evaluation.chrf import line_chrf
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, tallied, track
+from pipeline.terminal import counted, listed, tallied
 
 Use = Literal["back_translation", "distillation"]
 BLOCK_LINES = 2048

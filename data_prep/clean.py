@@ -74,11 +74,12 @@ from pipeline.artifacts.corpus import (
     provenance_name,
     text_name,
 )
+from pipeline.distributed.process import track
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import find_code, letters_of, written_script
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, track
+from pipeline.terminal import counted, listed
 
 LEAKS_NAME = "held_out_leaks.json"
 BLOCK_LINES = 2048

@@ -65,11 +65,12 @@ from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
+from pipeline.distributed.process import track
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError, without_case
 from pipeline.languages import codes_of_setting, count_scripts
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, tallied, track
+from pipeline.terminal import counted, listed, tallied
 
 BLOCK_RECORDS, BLOCK_BYTES = 2**13, 2**23
 """Records of a block, and bytes of their texts; a block ends with the record that reaches one."""

@@ -48,10 +48,11 @@ from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.raw_input import refuse_broken_link
+from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, tallied, track
+from pipeline.terminal import counted, listed, tallied
 
 LAYOUTS = (
     "dev/eng_Latn.dev and devtest/eng_Latn.devtest as in FLORES-200, newstest2019-src.eng.txt and "

@@ -47,10 +47,11 @@ from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER, ShardWriter
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.config.documents import unfinished_path
+from pipeline.distributed.process import track
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import ConfigError, DataError
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, track
+from pipeline.terminal import counted, listed
 
 CHUNK_LINES = 512
 """Lines encoded at a time. SentencePiece is fastest with few: their ids stay in the cache."""

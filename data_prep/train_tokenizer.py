@@ -56,12 +56,13 @@ from pipeline.artifacts.vocabularies import (
     text_pieces,
     write_bytes,
 )
+from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import codes_of_setting
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import temperature_probabilities
-from pipeline.terminal import counted, listed, track
+from pipeline.terminal import counted, listed
 
 MAX_LINE_BYTES = 2**20
 """Longest line for SentencePiece; its own limit would lose letters of long Indic lines."""

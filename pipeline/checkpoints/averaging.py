@@ -20,9 +20,10 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.checkpoints.resharding import PieceReader
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recipe import describe_change
+from pipeline.distributed.process import track
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model.parameters import tensor_shapes
-from pipeline.terminal import counted, track
+from pipeline.terminal import counted
 
 TensorReader = Callable[[str, torch.Size], Tensor]
 """Turns the name and shape of a tensor into its values, in that shape."""

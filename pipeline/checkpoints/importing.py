@@ -22,9 +22,9 @@ from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.files import CONFIG_FILE
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
+from pipeline.distributed.process import track
 from pipeline.errors import CheckpointError
 from pipeline.model.parameters import tensor_shapes
-from pipeline.terminal import track
 
 
 def import_checkpoint(

@@ -18,9 +18,10 @@ from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tok
 from pipeline.checkpoints.resharding import split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.recipe import leaf_settings, setting_changes
+from pipeline.distributed.process import track
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
-from pipeline.terminal import counted, text_table, track
+from pipeline.terminal import counted, text_table
 
 
 def open_any(directory: Path) -> Artifact:

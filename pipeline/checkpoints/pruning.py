@@ -25,13 +25,14 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_derived
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.settings import SHARED
+from pipeline.distributed.process import track
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import meant_code, unknown_language
 from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.parameters import num_parameters, select_experts, tensor_shapes
 from pipeline.model.spec import ModelSpec
-from pipeline.terminal import counted, text_table, track
+from pipeline.terminal import counted, text_table
 
 
 @dataclass(frozen=True)

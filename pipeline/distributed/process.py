@@ -1,4 +1,4 @@
-"""Count what this process has done, time its own work, and handle signals that ask it to stop.
+"""Count and show what this process has done, time its own work, and handle signals to stop.
 
 A loop that is stuck in a collective or on a device cannot answer; a watchdog and the report of how
 a rank ended read these counters instead.
@@ -15,6 +15,9 @@ Backward passes and the optimizer are left out, since ZeRO's reductions run insi
 processor, GPU or disk slows the counted parts as well. The host never waits for the device here:
 events are read after the host has waited for the result of the update, as it does anyway.
 
+On a terminal a loop shows a bar with its rate and the time left. In a log it writes one line per
+interval, and nothing if it ends before the first one is due.
+
 A loop polls a flag that signals set (:class:`~pipeline.distributed.world.StopFlag`); work that can
 be repeated is interrupted (``interruptible``); a launcher passes the signal on to its children
 (``handled_by`` with a handler of its own).
@@ -22,15 +25,19 @@ be repeated is interrupted (``interruptible``); a launcher passes the signal on 
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TextIO, TypeVar
+
+from tqdm import tqdm
 
 from pipeline.errors import Interrupted
+from pipeline.terminal import clock_text
 
 if TYPE_CHECKING:
     import torch
@@ -183,6 +190,121 @@ class Silence:
         self._seconds = self._seconds + step if value == self._value else 0.0
         self._value = value
         return self._seconds
+
+
+# ---------------------------------------------------------------- progress
+
+INTERVAL_SECONDS = 15.0
+
+
+def track(items: Iterable[T], *, label: str, total: int | None = None) -> Iterator[T]:
+    """Yield the items while showing how far along they are.
+
+    ``total`` is taken from the items where they have a length.
+    """
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with Progress(label, total=total) as progress:
+        for item in items:
+            yield item
+            progress.advance()
+
+
+class Progress:
+    """Progress of a loop that does its own counting; a context manager.
+
+    ``initial`` is the count that an earlier run reached: it counts as done but not for the rate.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        total: int | None = None,
+        initial: int = 0,
+        enabled: bool = True,
+        interval_seconds: float = INTERVAL_SECONDS,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = stream = stream or sys.stderr
+        self._bar = self._log = None
+        if enabled and stream.isatty():
+            self._bar = tqdm(
+                desc=label, total=total, initial=initial, file=stream, dynamic_ncols=True
+            )
+        elif enabled:
+            self._log = _Log(
+                label, total=total, initial=initial, seconds=interval_seconds, stream=stream
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for view in (self._bar, self._log):
+            if view is not None:
+                view.close()
+
+    def advance(self, count: int = 1, *, note: str = "") -> None:
+        """Count ``count`` more items and show ``note``, for example a loss, after the figures."""
+        if self._log:
+            self._log.advance(count, note=note)
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+
+    def say(self, sentence: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(sentence, file=self._stream)
+        else:
+            print(sentence, file=self._stream, flush=True)
+
+
+class _Log:
+    """One line per interval, and a last line if there was a first."""
+
+    def __init__(
+        self, label: str, *, total: int | None, initial: int, seconds: float, stream: TextIO
+    ) -> None:
+        self._label, self._total, self._stream = label, total, stream
+        self._initial = self._done = initial
+        self._seconds = seconds
+        self._started = self._due = time.monotonic()
+        self._due += seconds
+        self._note = ""
+        self._written = -1
+
+    def advance(self, count: int, *, note: str) -> None:
+        self._done += count
+        self._note = note or self._note
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._write(now)
+
+    def close(self) -> None:
+        if self._written not in (-1, self._done):
+            self._write(time.monotonic())
+
+    def _write(self, now: float) -> None:
+        self._written = self._done
+        line = progress_line(
+            self._label,
+            done=self._done,
+            total=self._total,
+            rate=(self._done - self._initial) / max(now - self._started, 1e-9),
+        )
+        print(line + (f", {self._note}" if self._note else ""), file=self._stream, flush=True)
+
+
+def progress_line(label: str, *, done: int, total: int | None, rate: float) -> str:
+    """Return ``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total, count and rate."""
+    if total is None:
+        return f"{label}: {done}, {rate:.3g}/s"
+    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rate:.3g}/s"
+    return line + (f", {clock_text((total - done) / rate)} left" if rate > 0 else "")
 
 
 # ---------------------------------------------------------------- signals

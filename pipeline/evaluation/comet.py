@@ -21,9 +21,9 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.checkpoints.foreign.files import read_torch_file
 from pipeline.config.settings import one_line
+from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, lacks_package
 from pipeline.evaluation.scores import Column, LineStatistics, Score, TranslatedLines
-from pipeline.terminal import track
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DIGEST_DIGITS = 12

@@ -32,7 +32,7 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
-from pipeline.terminal import track
+from pipeline.distributed.process import track
 
 NEAREST_NEIGHBOR = "nearest neighbor"  # name of the baseline among the systems
 BLOCK_LINES = 65_536

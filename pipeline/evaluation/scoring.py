@@ -19,6 +19,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.manifest import describe_names
 from pipeline.artifacts.spelling import is_blank
+from pipeline.distributed.process import track
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ArtifactError, ConfigError, without_case
 from pipeline.evaluation import averages, statistics, word_accuracy
@@ -47,7 +48,7 @@ from pipeline.evaluation.statistics import LineSet, Sentences, find_line_sets
 from pipeline.languages import language, parse_tag
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, listed, track
+from pipeline.terminal import counted, listed
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -49,6 +49,7 @@ from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recipe import describe_change, with_defaults
 from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.process import Progress
 from pipeline.distributed.world import (
     StopFlag,
     World,
@@ -62,7 +63,7 @@ from pipeline.distributed.world import (
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.languages import codes_of_setting
 from pipeline.stage import StageCall
-from pipeline.terminal import Progress, counted, listed
+from pipeline.terminal import counted, listed
 
 
 @dataclass(frozen=True)

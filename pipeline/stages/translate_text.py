@@ -33,6 +33,7 @@ from pipeline.decoding.text_input import (
 )
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed import process
+from pipeline.distributed.process import Progress
 from pipeline.distributed.world import StopFlag, distributed_world, leave, on_rank_zero
 from pipeline.errors import ConfigError, DataError
 from pipeline.stage import StageCall
@@ -44,7 +45,7 @@ from pipeline.stages.translate import (
     summarize,
     translate_batches,
 )
-from pipeline.terminal import Progress, counted, listed
+from pipeline.terminal import counted, listed
 
 
 def run(call: StageCall) -> None:

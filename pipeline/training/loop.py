@@ -26,12 +26,12 @@ from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
 from pipeline.config.recipe import Recipe
 from pipeline.distributed import process
+from pipeline.distributed.process import Progress as ProgressBar
 from pipeline.distributed.world import StopFlag, World, gather_objects, wait_for_all
 from pipeline.errors import AgreedStop, CheckpointError, ConfigError
 from pipeline.model.transformer import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
-from pipeline.terminal import Progress as ProgressBar
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.metrics import MetricsLog, Profiling

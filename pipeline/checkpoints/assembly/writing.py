@@ -49,6 +49,7 @@ from pipeline.checkpoints.weights import (
     part_prefix,
     tensor_bytes,
 )
+from pipeline.distributed.process import track
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.placement import combine, gather
 from pipeline.model.building import shape_of_model
@@ -59,7 +60,7 @@ from pipeline.model.parameters import dense_name, is_router, named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
-from pipeline.terminal import counted, text_table, track
+from pipeline.terminal import counted, text_table
 
 FILE_BYTES = 256 * 1024 * 1024
 """Size of a file of the result, about."""

@@ -30,6 +30,7 @@ from pipeline.batching.batch import Batch, Packing
 from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.process import track
 from pipeline.errors import ArtifactError, lacks_package
 from pipeline.evaluation.scores import describe_directions
 from pipeline.extensions.analysis.analyze_lengths import most_paired, translations_of
@@ -39,7 +40,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed, named_generator
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
-from pipeline.terminal import counted, track
+from pipeline.terminal import counted
 
 MAX_LINES = 200  # of a direction, and of parallel lines
 MIN_POINTS, MAX_POINTS = 10, 1000  # lines of all languages together that t-SNE places

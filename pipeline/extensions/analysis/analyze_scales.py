@@ -24,6 +24,7 @@ from pipeline.artifacts.corpus import Direction, pair_name, read_lines
 from pipeline.artifacts.spelling import is_blank
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.process import track
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.analysis.analyze_languages import batch_of, encode
 from pipeline.extensions.analysis.analyze_lengths import total_bytes
@@ -33,7 +34,7 @@ from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
 from pipeline.model.transformer import Transformer
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
-from pipeline.terminal import counted, track
+from pipeline.terminal import counted
 
 
 class ScaleCounter:

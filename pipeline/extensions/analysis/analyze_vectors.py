@@ -14,6 +14,7 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_lines
 from pipeline.decoding.line_filter import translate_jobs
 from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.process import track
 from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
@@ -24,7 +25,6 @@ from pipeline.extensions.analysis.report import write_analysis
 from pipeline.languages import meant_pair
 from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
-from pipeline.terminal import track
 
 SUMMARY_LINES = 5
 """Most directions that the summary describes, in a line each."""

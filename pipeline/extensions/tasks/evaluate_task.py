@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import stdev
 
 from pipeline.config.settings import Route
+from pipeline.distributed.process import track
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import RUN_MARK, mean_scores
@@ -20,7 +21,7 @@ from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.token_classifier import Scores, TaskKind, TaskModel, TaskSpec
 from pipeline.stage import StageCall
-from pipeline.terminal import counted, track
+from pipeline.terminal import counted
 
 
 def run(call: StageCall) -> None:
