@@ -121,8 +121,8 @@ class _Log:
 def progress_line(label: str, *, done: int, total: int | None, rate: float) -> str:
     """Return ``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total, count and rate."""
     if total is None:
-        return f"{label}: {done}, {rate:.3g}/s"
-    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rate:.3g}/s"
+        return f"{label}: {done}, {rounded(rate)}/s"
+    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rounded(rate)}/s"
     return line + (f", {clock_text((total - done) / rate)} left" if rate > 0 else "")
 
 
@@ -167,6 +167,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def an_artifact(kind: str) -> str:
     """Return ``a corpus artifact``, ``an evaluation artifact``; ``a translations`` were wrong."""
     return f"{'an' if kind[:1] in tuple('aeiou') else 'a'} {kind} artifact"
+
+
+def rounded(number: float) -> str:
+    """Return three digits, and of a large number the whole part: ``5.19``, ``38,072``."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
 def tallied(counts: Mapping[str, int]) -> str:
