@@ -447,9 +447,9 @@ def summary(
         f"read {counted(read, 'training line')} of {counted(len(own), 'pair')}, kept {kept:,}; "
         f"{counted(copied, 'validation and test line')} as they were"
     ]
-    if any(result.dropped for result in results):
-        lines.append(f"dropped: {_dropped_by_rule(results)}")
-        losses = {one.pair: round(1 - one.lines / one.read, 3) for one in results if one.read}
+    if any(result.dropped for result in own):
+        lines.append(f"dropped: {_dropped_by_rule(own)}")
+        losses = {one.pair: round(1 - one.lines / one.read, 3) for one in own if one.read}
         worst = sorted(losses, key=lambda pair: (-losses[pair], pair))[:3]
         if shares := [f"{pair} {losses[pair]:.1%}" for pair in worst if losses[pair]]:
             lines.append(f"most from: {', '.join(shares)}")
@@ -458,6 +458,8 @@ def summary(
     if joined:
         counts = (f"{one.pair} {one.lines:,} of {one.read:,}" for one in joined)
         lines.append(f"joined over {pivot}, kept of the lines with equal pivots: {listed(counts)}")
+        if dropped := _dropped_by_rule(joined):
+            lines[-1] += f"; dropped: {dropped}"
     emptied = [
         f"{result.pair} ({_describe(result.dropped)})" for result in own if not result.lines
     ] + sorted(emptied_pairs(corpus))

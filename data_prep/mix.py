@@ -28,7 +28,7 @@ from pipeline.errors import ConfigError
 from pipeline.languages import codes_of_setting, meant_pair
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import capped_shares, temperature_probabilities
-from pipeline.terminal import counted, listed
+from pipeline.terminal import counted, listed, rounded
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def repeats(
     train_lines = sum(size.lines for size in sizes.values())
     by_epochs = sorted(epochs, key=lambda pair: (-epochs[pair], pair))
     extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
-    times = (f"each of {pair} {epochs[pair]:.3g} times" for pair in extremes)
+    times = (f"each of {pair} {rounded(epochs[pair])} times" for pair in extremes)
     return (
         f"{counted(len(sizes), 'pair')} with {counted(train_lines, 'training line')}; "
         f"{counted(updates, 'update')} of the recipe would draw about {sentences:,.0f} sentence "

@@ -46,6 +46,11 @@ def an_artifact(kind: str) -> str:
     return f"{'an' if kind[:1] in tuple('aeiou') else 'a'} {kind} artifact"
 
 
+def rounded(number: float) -> str:
+    """Return three digits, and of a large number the whole part: ``5.19``, ``38,072``."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
 def tallied(counts: Mapping[str, int]) -> str:
     """Return ``empty 3, copy 1`` in the order given, without zeros."""
     return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)

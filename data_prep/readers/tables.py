@@ -54,8 +54,6 @@ TSV_ENDINGS, COLUMN_ENDINGS = ("tsv",), ("parquet", "jsonl", "json", "csv")
 MISSING = b"__NULL__"
 """Mark of missing translations in the TED talks."""
 
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -92,8 +90,6 @@ def open_table(
     Raises:
         DataError: Nothing says the languages, or the first rows lack a column of them.
     """
-    if next(iterate_blocks(file.path), b"").startswith(_UTF16):
-        raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
         columns = _find_columns(file, pair or file.pair(), config, left_out)

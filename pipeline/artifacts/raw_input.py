@@ -6,6 +6,7 @@ read in bounded memory, the longest wanted line and one block: longer lines are 
 end, and packed files are unpacked block by block.
 """
 
+import codecs
 import gzip
 import os
 import re
@@ -204,16 +205,24 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
     Raises:
         ConfigError: The package for Zstandard is missing.
         DataError: The file is cut off, damaged, not packed as its name says, so small for its text
-            that it may have been made to fill the disk, or ends its lines by carriage returns only.
+            that it may have been made to fill the disk, is UTF-16, or ends its lines by carriage
+            returns only.
     """
     with open_bytes(path) as stream:
         text = _UsualText(path)
         lines = _lines_of(stream, longest=max_line_bytes + 1, note=text.add)
         for first in islice(lines, 1):
+            refuse_utf16(str(path), first)
             if not text.unpacked:
                 refuse_old_line_ends(str(path), first)
             yield first
         yield from lines
+
+
+def refuse_utf16(place: str, text: bytes) -> None:
+    """Raise DataError if a text begins with the byte order mark of UTF-16."""
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{place} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
 
 
 def refuse_old_line_ends(place: str, text: bytes) -> None:

@@ -34,7 +34,9 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     instead: Mapping[str, str] = {}
-    """Option of another form of the command → the end of a sentence that says what to do."""
+    """Option of another form of the command → the end of a sentence that says what to do.
+
+    The empty name stands for a word that no option reads."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **settings})
@@ -61,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         before = [word.partition("=")[0] for word in given[max(0, place - 2) : place]]
         name = next((word for word in reversed(before) if word.startswith("--")), "")
         is_repeated = isinstance(self._option_string_actions.get(name), argparse._AppendAction)
-        return f"Repeat {name} before it" if is_repeated else "Leave it out"
+        return f"Repeat {name} before it" if is_repeated else self.instead.get("", "Leave it out")
 
     def _refuse_wrong_options(self, given: Sequence[str]) -> None:
         known = [

@@ -115,6 +115,7 @@ def parser_of(stage: Stage, arguments: Sequence[str]) -> argparse.ArgumentParser
     parser = FILTER.parser()
     of_stage = "beside --from and --to, which translate standard input to standard output"
     parser.instead = dict.fromkeys(("--out", "--corpus"), f" {of_stage}. Leave it out.")
+    parser.instead[""] = "Text comes from standard input: write < before the name of a file"
     return parser
 
 

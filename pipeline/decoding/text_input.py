@@ -34,6 +34,7 @@ from pipeline.artifacts.raw_input import (
     named_files,
     plain_name,
     refuse_old_line_ends,
+    refuse_utf16,
     table_rows,
 )
 from pipeline.artifacts.spelling import is_blank
@@ -92,7 +93,8 @@ class IncomingLines:
             The lines; [] at the end of the input.
 
         Raises:
-            DataError: the descriptor cannot be read, or carriage returns end its lines.
+            DataError: the descriptor cannot be read, it is UTF-16, or carriage returns end its
+                lines.
         """
         while not self._is_enough(most) and self._wait(PAUSE_SECONDS if self._complete else None):
             self._read()
@@ -146,6 +148,7 @@ class IncomingLines:
             return IncomingLine(self._given, "", f"is longer than {self._max_bytes:,} bytes")
         self._complete_bytes -= len(raw)
         if self._given == 1:
+            refuse_utf16("Standard input", raw)
             raw = raw.removeprefix(codecs.BOM_UTF8)
         try:
             return IncomingLine(self._given, raw.removesuffix(b"\r").decode())

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NoReturn, Self, TextIO, TypeVar
 from tqdm import tqdm
 
 from pipeline.errors import Interrupted
-from pipeline.terminal import clock_text
+from pipeline.terminal import clock_text, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -302,8 +302,8 @@ class _Log:
 def progress_line(label: str, *, done: int, total: int | None, rate: float) -> str:
     """Return ``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total, count and rate."""
     if total is None:
-        return f"{label}: {done}, {rate:.3g}/s"
-    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rate:.3g}/s"
+        return f"{label}: {done}, {rounded(rate)}/s"
+    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rounded(rate)}/s"
     return line + (f", {clock_text((total - done) / rate)} left" if rate > 0 else "")
 
 

@@ -188,8 +188,8 @@ def publish(
         summarize(writer, Selection(tuple(directions), skipped=()))
         if left_out:
             writer.summary.append(
-                f"{counted(len(left_out), 'file')} left out, which are neither text nor packed nor "
-                f"tables: {listed(left_out)}"
+                f"{counted(len(left_out), 'file')} left out, neither text nor packed nor a table: "
+                f"{listed(left_out)}"
             )
     done.remove()
 

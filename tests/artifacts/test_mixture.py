@@ -80,6 +80,16 @@ def test_how_long_training_will_be_is_told_but_makes_no_other_mixture(tmp_path: 
     assert (long.digest, long.manifest.key) == (short.digest, short.manifest.key)
 
 
+@pytest.mark.parametrize("updates", [50_000, 7_000_000])
+def test_how_often_little_text_would_be_drawn_is_written_in_full(
+    tmp_path: Path, updates: int
+) -> None:
+    made = mixture(tmp_path, updates=updates)
+    times = made.statistics["expected_epochs"]["en-yi"]
+    assert times > 999.5
+    assert f"each of en-yi {times:,.0f} times" in made.manifest.summary[0]
+
+
 def test_the_summary_has_the_pairs_most_and_least_repeated_or_left_out(tmp_path: Path) -> None:
     made = mixture(tmp_path)
     epochs = {pair: f"{number:.3g}" for pair, number in made.statistics["expected_epochs"].items()}

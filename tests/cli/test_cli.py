@@ -218,7 +218,16 @@ def test_an_unknown_command_is_answered_with_a_list_that_has_each_command_once(
             "nothing reads 'training.seed=2'. Repeat --set before it",
         ),
         ("run", "demo --only corpus --out x clean", "nothing reads 'clean'. Leave it out"),
-        ("translate", "--from en --to de a b", "nothing reads 'a b'. Leave it out"),
+        (
+            *("translate", "--from en --to de a b"),
+            "nothing reads 'a b'. Text comes from standard input: write < before the name of a "
+            "file",
+        ),
+        (
+            *("translate", "letters.en --from=en --to=de"),
+            "nothing reads 'letters.en'. Text comes from standard input: write < before the name "
+            "of a file",
+        ),
         ("describe", "demo_dense", "nothing reads 'demo_dense'. Pass --recipe demo_dense"),
         (
             *("translate", "--from en --to de --out x"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pipeline.errors import DataError
 from pipeline.evaluation.scores import describe_directions
 
 Lines = list[tuple[str, str]]
+JOINED = "joined over en, kept of the lines with equal pivots:"
 
 
 def brute_force(first: Lines, second: Lines) -> Lines:
@@ -119,6 +121,12 @@ def test_a_joined_pair_is_cleaned_without_held_out_lines(
     assert joined_lines(made) == {"de-fr": {"matched": 5}}
     assert made.statistics["dropped"]["de-fr"]["copy"] == 1
     assert line_counts(made, "train")["de-fr"] == 4
+    said = made.manifest.summary
+    assert said[-1] == f"{JOINED} de-fr 4 of 5; dropped: copy 1"
+    read, kept = re.findall(r"read (\d+) .*, kept (\d+);", said[0])[0]
+    dropped = [line for line in said if line.startswith("dropped: ")]
+    of_pairs = " ".join(re.sub(r"\(.*?\)", "", line) for line in dropped)
+    assert sum(map(int, re.findall(r"\d+", of_pairs))) == int(read) - int(kept)
     assert "el-fr" not in line_counts(made, "train")
     assert made.statistics["emptied"] == []
     assert not [name for name in made.names("train/") if not name.endswith(".txt")]

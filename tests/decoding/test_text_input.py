@@ -145,6 +145,15 @@ def test_lines_that_end_by_carriage_returns_only_are_refused(tmp_path: Path, end
         list(TextFile(path, "input.txt", "text").lines())
 
 
+@pytest.mark.parametrize("code", ["utf-16-le", "utf-16-be"])  # as Windows saves "Unicode"
+def test_utf16_is_refused_by_its_name(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "input.txt"
+    with pytest.raises(DataError, match=r"^Standard input is UTF-16\. Convert"):
+        read(path, "\ufeffone\r\ntwo\n".encode(code))
+    with pytest.raises(DataError, match=r"^\S*input\.txt is UTF-16\. Convert"):
+        list(TextFile(path, "input.txt", "text").lines())
+
+
 def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:

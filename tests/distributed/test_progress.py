@@ -89,3 +89,5 @@ def test_track_of_an_iterator_shows_what_is_known_without_a_total(
 
 def test_the_line_of_a_loop_that_has_not_moved_has_no_time_left() -> None:
     assert progress_line("x", done=0, total=0, rate=0.0) == "x: 0/0 (0 %), 0/s"
+    assert progress_line("x", done=9, total=9, rate=1234.5) == "x: 9/9 (100 %), 1,234/s, 0:00 left"
+    assert progress_line("x", done=9, total=None, rate=2e6) == "x: 9, 2,000,000/s"

@@ -213,6 +213,9 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests/support", 4, "operator: what a kill, a stop or a wrong variable leaves"),
     ("pages", 4, "operator: what a kill, a stop or a wrong variable leaves"),
     ("error messages", 2, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("pipeline/cli", 3, "student: a file named where standard input is read"),
+    ("pipeline/decoding", 3, "student: text in UTF-16, as Windows saves it"),
+    ("pipeline", 5, "student: large numbers without exponents"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
