@@ -87,6 +87,7 @@ __all__ = [
 UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
+    errno.EISDIR,
 )
 """Error numbers of failed writes that the user can fix: a full disk, permissions, a name."""
 
