@@ -325,7 +325,7 @@ def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, flo
     sizes = dict.fromkeys(totals, 0)
     for pair in line_counts(corpus, "train"):
         for code in totals.keys() & pair.split("-"):
-            sizes[code] += corpus.manifest.files[text_name("train", pair, code)].size
+            sizes[code] += corpus.record(text_name("train", pair, code)).size
     return {code: sizes[code] / total for code, total in totals.items() if total}
 
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,14 @@ def test_a_setting_for_no_line_is_refused(
     monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", per_line)
     with pytest.raises(ConfigError, match=f"{setting} = {value:,} has no room for a line of ev"):
         draw_sample(corpus, config=TokenizerConfig(**{setting: value}))
+
+
+@pytest.mark.parametrize("code", ["de", "zh"])
+def test_training_text_that_no_manifest_lists_is_refused(corpus: Artifact, code: str) -> None:
+    listed = {name: one for name, one in corpus.manifest.files.items() if f"/{code}." not in name}
+    manifest = corpus.manifest.model_copy(update={"files": listed})
+    with pytest.raises(ArtifactError, match=rf"has no file 'train/.*/{code}\.txt'\. Restore"):
+        draw_sample(replace(corpus, manifest=manifest), config=TokenizerConfig())
 
 
 def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path: Path) -> None:
