@@ -153,7 +153,7 @@ def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
-            replace an artifact of another kind, or what is no artifact.
+            replace an artifact of another kind, or files that are none.
     """
     for task in resolved.tasks:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)

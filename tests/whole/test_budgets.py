@@ -213,6 +213,13 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests/support", 4, "operator: what a kill, a stop or a wrong variable leaves"),
     ("pages", 4, "operator: what a kill, a stop or a wrong variable leaves"),
     ("error messages", 2, "operator: what a kill, a stop or a wrong variable leaves"),
+    ("data_prep", 2, "a breaker: damaged files and wrong settings"),
+    ("pipeline/artifacts", 4, "a breaker: damaged files and wrong settings"),
+    ("pipeline/jobs", 9, "a breaker: damaged files and wrong settings"),
+    ("pipeline/training", 10, "a breaker: damaged files and wrong settings"),
+    ("pipeline/checkpoints/foreign", 13, "a breaker: damaged files and wrong settings"),
+    ("pipeline", 6, "a breaker: damaged files and wrong settings"),
+    ("error messages", 2, "a breaker: damaged files and wrong settings"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
