@@ -152,7 +152,7 @@ class CleanConfig(Settings):
     def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Read ``identify_languages = "fasttext"`` with ``language_model`` as the model's path."""
         if values.get("identify_languages") == "fasttext":
-            values["identify_languages"] = values.pop("language_model", "")
+            values["identify_languages"] = values.pop("language_model", "") or "fasttext"
         return values
 
     @property

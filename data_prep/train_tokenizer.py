@@ -292,7 +292,7 @@ def draw_sample(
     Its lines are read on iteration.
 
     Raises:
-        ConfigError: The memory allows no line.
+        ConfigError: The settings allow no line.
     """
     every = lines_per_language(corpus)
     line_bytes = bytes_per_line(corpus, every)
@@ -306,9 +306,10 @@ def draw_sample(
         key=lambda lines: predicted_memory(quotas_of(sample_lines=lines), line_bytes),
     )
     quotas = quotas_of(sample_lines=fits or config.sample_lines)
-    if fits < most and (not fits or not any(quotas.values())):
+    if most and not (fits and any(quotas.values())):
+        setting = "memory_bytes" if fits < most else "sample_lines"
         raise ConfigError(
-            f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
+            f"tokenizer.{setting} = {getattr(config, setting):,} has no room for a line of every "
             "language. Raise it."
         )
     predicted = predicted_memory(quotas, line_bytes)
@@ -327,7 +328,7 @@ def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, flo
     sizes = dict.fromkeys(totals, 0)
     for pair in line_counts(corpus, "train"):
         for code in totals.keys() & pair.split("-"):
-            sizes[code] += corpus.manifest.files[text_name("train", pair, code)].size
+            sizes[code] += corpus.record(text_name("train", pair, code)).size
     return {code: sizes[code] / total for code, total in totals.items() if total}
 
 
@@ -394,7 +395,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise explain_failure(error, side=side) from error
+        raise explain_failure(error, side=side, kind=config.kind) from error
     return model.getvalue()
 
 
@@ -452,7 +453,7 @@ def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Ite
         raise
 
 
-def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataError:
+def explain_failure(error: RuntimeError, *, side: Side, kind: str) -> ConfigError | DataError:
     """Translate SentencePiece's failure into an error that says which vocabulary size works."""
     text = str(error)
     where = f"tokenizer.{side.setting} = {side.size} is too"
@@ -462,9 +463,10 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
             "draw a larger sample (more text or tokenizer.sample_lines)."
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
+        other = "" if kind == "byte_bpe" else ", or a lower character_coverage"  # bytes are all had
         return ConfigError(
             f"{where} small: the characters of the sample and the specials already need "
-            f"{found[1]}. Set more, or a lower character_coverage."
+            f"{found[1]}. Set more{other}."
         )
     return DataError(
         f"SentencePiece could not train on the sample ({text.strip()}). Look for empty or "

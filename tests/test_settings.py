@@ -418,6 +418,14 @@ def test_two_settings_that_became_one_are_read(
     assert one == other
 
 
+@pytest.mark.parametrize("noted", [{}, {"language_model": ""}])
+def test_a_language_model_without_a_path_is_refused_by_the_word_that_was_given(
+    noted: dict[str, Any],
+) -> None:
+    tree = {"name": "old", "clean": {"identify_languages": "fasttext", **noted}}
+    assert Recipe.model_validate(tree).clean.language_model == Path("fasttext")
+
+
 def test_a_pivot_of_a_stage_may_repeat_that_of_the_corpus() -> None:
     tree = {"name": "old", "corpus": {"pivot": "de"}}
     repeated = {name: {"pivot": "de"} for name in ("tests", "clean", "groups")}

@@ -86,6 +86,7 @@ __all__ = [
 UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
+    errno.EISDIR,
 )
 """Error numbers of failed writes that the user can fix: a full disk, permissions, a name."""
 
@@ -155,7 +156,7 @@ class Artifact:
 
     def unchecked_file(self, name: str) -> Path:
         """Return the path of a file of the recorded size without reading it."""
-        self._status(name, self._record(name))
+        self._status(name, self.record(name))
         return self.directory / name
 
     def check(self, names: Iterable[str] | None = None) -> None:
@@ -168,7 +169,7 @@ class Artifact:
         """Return the files that this process has not found intact, with entries to remember."""
         unknown: dict[str, _Intact] = {}
         for name in sorted(names):
-            record = self._record(name)
+            record = self.record(name)
             status = self._status(name, record)
             entry = (record, status.st_mtime_ns, status.st_ino)
             if _INTACT.get(self.directory / name) != entry:
@@ -202,7 +203,7 @@ class Artifact:
     def _compare(self, names: Collection[str]) -> None:
         """Hash files; raise ArtifactError for the first that differs."""
         try:
-            intact = are_intact([(self.directory / name, self._record(name)) for name in names])
+            intact = are_intact([(self.directory / name, self.record(name)) for name in names])
         except OSError as error:
             problem = f"cannot be read ({error.strerror or error})"
             raise self._damaged(error.filename or self.directory, problem) from error
@@ -217,7 +218,8 @@ class Artifact:
             if changed < latest:
                 _INTACT[self.directory / name] = (record, changed, inode)
 
-    def _record(self, name: str) -> FileRecord:
+    def record(self, name: str) -> FileRecord:
+        """Return the record of a file; ArtifactError if the manifest lists none."""
         if name not in self.manifest.files:
             raise self.refusal(f"{self.directory} has no file {name!r}")
         return self.manifest.files[name]

@@ -174,7 +174,7 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
     Raises:
         ArtifactError: The statistics lack the table, or it is malformed.
     """
-    return dict(sorted(_statistic(artifact, name, _PAIRS, default=None).items()))
+    return dict(sorted(statistic(artifact, name, _PAIRS).items()))
 
 
 def _pair(name: str) -> str:
@@ -218,13 +218,13 @@ def joined_lines(artifact: Artifact) -> dict[str, dict[str, int]]:
 
 def listed_names(artifact: Artifact, name: str) -> set[str]:
     """Return the names that the statistics list under ``name``; none if they do not say."""
-    names: list[str] = _statistic(artifact, name, _NAMES, default=[])
+    names: list[str] = statistic(artifact, name, _NAMES, default=[])
     return set(names)
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
     """Return the ISO 15924 script of each language, if its text has a known script."""
-    entries = _statistic(corpus, "languages", _LANGUAGES, default={})
+    entries = statistic(corpus, "languages", _LANGUAGES, default={})
     return {code: entry.script for code, entry in entries.items() if entry.script}
 
 
@@ -239,9 +239,10 @@ _OfDirections = dict[Annotated[str, Field(pattern="^[^-]+-[^-]+$")], int]
 _DIRECTIONS = TypeAdapter(Annotated[_OfDirections, Field(min_length=1)])
 
 
-def _statistic(
-    artifact: Artifact, name: str, form: TypeAdapter[Value], *, default: Value | None
+def statistic(
+    artifact: Artifact, name: str, form: TypeAdapter[Value], *, default: Value | None = None
 ) -> Value:
+    """Return what the statistics hold under a name; ArtifactError if it has another form."""
     try:
         return form.validate_python(artifact.statistics.get(name, default), strict=True)
     except ValidationError as error:
@@ -384,7 +385,7 @@ def scores_name(language: str, name: str) -> str:
 
 def translated_directions(translated: Artifact) -> list[Direction]:
     """Return the directions of translated text."""
-    names = _statistic(translated, "directions", _DIRECTIONS, default=None)
+    names = statistic(translated, "directions", _DIRECTIONS)
     return [Direction(*name.split("-")) for name in names]
 
 

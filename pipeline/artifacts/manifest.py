@@ -166,6 +166,8 @@ def json_digest(value: Any) -> str:
 
 def how_to_restore(directory: Path) -> str:
     """Return advice about a damaged artifact; of a training state, it names the state before."""
+    if directory.name == "best" and directory.parent.suffix == ".run":
+        directory = directory.parent  # no state of the run makes these weights again
     move = f"Restore it from a copy, or move the folder {directory} away"
     if not STATE_NAME.fullmatch(directory.name):
         return f"{move} and run its stage again"

@@ -205,6 +205,7 @@ def _describe_finding(
     if path and isinstance(path[-1], int):
         item = "" if finding["type"] == "missing" else f" (item {path[-1] + 1})"
         where = f"{where.rpartition('.')[0]}{item}"
+    value = shown(finding["input"]) or '""'
     match finding["type"]:
         case "extra_forbidden":
             names = _tables_in(_place(settings, location[:-1])[0])[0].model_fields
@@ -217,18 +218,23 @@ def _describe_finding(
         case "value_error":
             return f"{where} is {_given(finding['input'])}. {finding['ctx']['error']}"
         case "tuple_type" | "missing" | "too_short" | "too_long" if length := _length(field):
-            return f"{where} is {shown(finding['input'])}. Write a list of {length}"
+            return f"{where} is {value}. Write a list of {length}"
         case "list_type" | "tuple_type":
-            entries = [finding["input"]]
+            entry = _place(settings, (*location, 0))[0]
+            if _tables_in(entry):
+                return f"{where} is {value}. Write it as a table, [[{where}]]"
+            if isinstance(finding["input"], dict):
+                return f"{where} is {value}. Write a list"
+            entries = [str(finding["input"]) if entry is str else finding["input"]]
             if isinstance(entries[0], str) and not re.search(r"[^,]\s", entries[0]):
-                entries = [*filter(None, re.split("[, ]+", entries[0]))] or entries  # de,en
+                entries = [*filter(None, re.split(r"[,\s]+", entries[0]))]  # de,en
             example = shown(json.dumps(entries, ensure_ascii=False, default=str))
-            return f"{where} is {shown(finding['input'])}. Write a list, {example}"
+            return f"{where} is {value}. Write a list, {example}"
         case "string_type":
-            return f"{where} is {shown(finding['input'])}. Write text in quotes"
+            return f"{where} is {value}. Write text in quotes"
         case "model_type" | "model_attributes_type" | "dict_type":
             table = re.sub(r"^(.*) \(item \d+\)$", r"[\1]", where)
-            return f"{where} is {shown(finding['input'])}. Write it as a table, [{table}]"
+            return f"{where} is {value}. Write it as a table, [{table}]"
         case "too_short" if not finding["input"]:
             return f"{where} is empty. Add an entry"
         case "bool_type" | "bool_parsing":
@@ -238,12 +244,12 @@ def _describe_finding(
             choices = [choice.strip("'") for choice in re.split(", | or ", expected)]
             if not isinstance(given, str) or given in choices:  # a number in quotes
                 return f"{where} is {_given(given)}{hint('', choices)}"
-            return f"{where} is {shown(given)}{hint(_FORMATS.get(given, given), choices)}"
+            return f"{where} is {value}{hint(_FORMATS.get(given, given), choices)}"
         case "union_tag_invalid" | "union_tag_not_found":
             kinds = [*filter(None, map(_kind_of, _tables_in(found)))]
             tag = finding["ctx"].get("tag", "")
             return f"{where}.kind is {shown(tag) or 'missing'}{hint(tag, kinds)}"
-    return f"{where} is {shown(finding['input'])}: {finding['msg']}"
+    return f"{where} is {value}: {finding['msg']}"
 
 
 def _given(value: object) -> str:

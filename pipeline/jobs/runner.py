@@ -5,11 +5,14 @@ other. Stages that are up to date are skipped, and the same command continues af
 stop.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter
 
 from pipeline.artifacts.artifact import (
     MANIFEST_NAME,
@@ -17,14 +20,17 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     refuse_changed,
 )
+from pipeline.artifacts.corpus import statistic
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.places import (
     plan_lock_path,
     refuse_other_kind,
+    refuse_to_overwrite,
     replaced_dir,
     restore,
     unfinished_dirs,
+    why_not_ours,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.ds_config import check_ranks
@@ -49,11 +55,12 @@ from pipeline.jobs.freshness import (
 )
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
-from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task, manifest_of
 from pipeline.machine import processes_here, visible_gpus
 from pipeline.stage import named_path
 from pipeline.terminal import listed, text_table
 
+_GROUPS = TypeAdapter(dict[str, list[str]])
 MAX_RERUNS = 3
 """Most reruns of a stage that asks to be run again, while each run saves something new."""
 
@@ -150,7 +157,7 @@ def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
-            replace an artifact of another kind.
+            replace an artifact of another kind, or files that are none.
     """
     for task in resolved.tasks:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
@@ -161,6 +168,9 @@ def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
             raise cause
         if cause is not None and task.name not in rebuild:
             raise ArtifactError(refusal(task, cause))
+    for task in resolved.tasks:
+        if manifest_of(task.out_dir) is None:  # as the stage itself would
+            refuse_to_overwrite(task.out_dir, overwrite=True)
 
 
 def refuse_missing_inputs(
@@ -183,7 +193,8 @@ def refuse_unfit_groups(resolved: ResolvedPlan, made: Task) -> None:
     """
     if made.stage.makes != "groups":
         return
-    num_groups = len(open_artifact(made.out_dir, kind="groups").statistics["groups"])
+    artifact = open_artifact(made.out_dir, kind="groups")
+    num_groups = len(statistic(artifact, "groups", _GROUPS))
     for task in resolved.tasks:
         if made.name in task.planned.dependencies() and "model" in task.stage.sections:
             moe = load_recipe(task.recipe or None, task.overrides).model.moe
@@ -381,7 +392,10 @@ def dry_run(
     lost = losses(resolved, reasons)
     for task in resolved.tasks:
         reason, change = reasons[task.name], change_of_files(task)
-        if reason is not None:
+        is_there = task.name not in lost and os.path.lexists(task.out_dir)
+        if is_there and not manifest_of(task.out_dir) and (why := why_not_ours(task.out_dir)):
+            say(f"{task.name}: would be refused (its folder {why})")
+        elif reason is not None:
             training = _fate_of_training(task, reasons=reasons, lost=lost, rebuild=rebuild)
             say(f"{task.name}: would run ({_joined(reason, change, training)})")
         else:

@@ -46,6 +46,7 @@ from pipeline.artifacts.places import (
     discard_working,
     files_below,
     make_working,
+    refuse_to_overwrite,
     remove_artifact,
     replace_directory,
     restore,
@@ -132,6 +133,9 @@ class RunDirectory:
         withdraw_removal(self.directory)
         self._remove_leftovers()
         names = self.state_names()
+        for place in self.states_dir.glob("update-*"):
+            if place.name not in names:  # else it would be in the way only after its updates
+                refuse_to_overwrite(place, overwrite=True)
         if not names:
             self._remove_results()
             return None

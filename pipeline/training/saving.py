@@ -24,8 +24,10 @@ from pipeline.artifacts.artifact import (
     ArtifactWriter,
     check_together,
     open_artifact,
+    read_manifest,
 )
 from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.manifest import how_to_restore
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.run_folders import PROGRESS_FILE, Position, read_position, replanned
 from pipeline.batching.global_step import MicroBatch
@@ -477,6 +479,10 @@ class Publishing:
             return
         self._settle_states(averaged)
         directory = self._run_directory.mean_dir if averaged else self._run_directory.best_dir
+        if read_manifest(directory) is None:
+            raise CheckpointError(
+                f"{directory} with the weights of the run is gone. {how_to_restore(directory)}."
+            )
         weights = open_artifact(directory, kind=self._task.makes)
         # The metrics' clock leaves out loading, the last validation and writing; this one has them.
         wall_seconds = time.monotonic() - self._call.clock + resumed.position.seconds

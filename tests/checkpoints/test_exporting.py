@@ -406,6 +406,14 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize("systems", [5, {"ours": 0}, {"ours": {"into_pivot": {"bleu": "high"}}}])
+def test_scores_that_evaluate_did_not_write_are_refused(tmp_path: Path, systems: Any) -> None:
+    checkpoint = own_checkpoint(tmp_path / "plain").origin
+    produced(tmp_path / "scores", "evaluation", "evaluate", {}, systems=systems)
+    with pytest.raises(ArtifactError, match=r"scores has no scores as .* Restore it from a copy"):
+        card_of(checkpoint, scores_dir=tmp_path / "scores")
+
+
 def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
     """The stored run was made in a folder that is not there."""
     unpack_stored_run(tmp_path)

@@ -1269,6 +1269,7 @@ def test_what_the_encoding_of_the_output_lacks_is_written_as_escapes(
         (errno.ENOSPC, "make room"),
         (errno.EROFS, "mount that disk for writing"),
         (errno.EACCES, "see to it that it can be"),
+        (errno.EISDIR, "see to it that it can be"),
     ],
 )
 def test_a_disk_that_cannot_be_written_is_called_full_only_where_it_is(

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,24 @@ def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperat
     assert fewer.quotas == {"de": 50, "zh": 50}
 
 
-def test_memory_for_no_line_is_refused(corpus: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 2**24)
-    with pytest.raises(ConfigError, match="has no room for a line of every language"):
-        draw_sample(corpus, config=TokenizerConfig(memory_bytes=2**24))
+@pytest.mark.parametrize(
+    ("setting", "value", "per_line"),
+    [("memory_bytes", 2**24, 2**24), ("sample_lines", 1, 200)],
+)
+def test_a_setting_for_no_line_is_refused(
+    corpus: Artifact, monkeypatch: pytest.MonkeyPatch, setting: str, value: int, per_line: int
+) -> None:
+    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", per_line)
+    with pytest.raises(ConfigError, match=f"{setting} = {value:,} has no room for a line of ev"):
+        draw_sample(corpus, config=TokenizerConfig(**{setting: value}))
+
+
+@pytest.mark.parametrize("code", ["de", "zh"])
+def test_training_text_that_no_manifest_lists_is_refused(corpus: Artifact, code: str) -> None:
+    listed = {name: one for name, one in corpus.manifest.files.items() if f"/{code}." not in name}
+    manifest = corpus.manifest.model_copy(update={"files": listed})
+    with pytest.raises(ArtifactError, match=rf"has no file 'train/.*/{code}\.txt'\. Restore"):
+        draw_sample(replace(corpus, manifest=manifest), config=TokenizerConfig())
 
 
 def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path: Path) -> None:
@@ -242,7 +257,11 @@ def test_target_languages_have_first_pieces_of_their_own(
             {"target_vocabulary_size": 3000, "model_type": "unigram"},
             r"tokenizer.target_vocabulary_size = 3000 is too large",
         ),
-        ({"kind": "byte_bpe", "vocabulary_size": 200, "target_languages": ()}, "is too small"),
+        (
+            {"kind": "byte_bpe", "vocabulary_size": 200, "target_languages": ()},
+            r"200 is too small: .* Set more\.$",
+        ),
+        ({"vocabulary_size": 5}, r"5 is too small: .* Set more, or a lower character_coverage\.$"),
     ],
 )
 def test_vocabularies_that_the_corpus_does_not_allow_are_refused(

@@ -982,13 +982,25 @@ def test_a_damaged_trained_model_is_kept(setup: Setup, damaged: str) -> None:
     assert path.read_text() == "{}"
 
 
-def test_a_folder_in_the_place_of_an_artifact_is_named_and_kept(setup: Setup) -> None:
-    path = setup.out_dir / "corpus" / "thesis.txt"
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("corpus/thesis.txt", "holds thesis.txt and no manifest.json"),
+        ("shards/manifest.json", "has a manifest.json that cannot be used"),
+        ("shards", "is not a folder"),
+    ],
+)
+def test_what_lies_in_the_place_of_an_artifact_is_kept_and_refused_before_a_stage_runs(
+    setup: Setup, place: str, problem: str
+) -> None:
+    path = setup.out_dir / place
     path.parent.mkdir(parents=True)
     path.write_text("thesis")
-    assert "holds thesis.txt and no manifest.json" in setup.forecast()[0]
-    with pytest.raises(ArtifactError, match=r"holds thesis\.txt .* never replaced"):
+    [line] = [line for line in setup.forecast() if problem in line]
+    assert line.startswith(f"{Path(place).parts[0]}: would be refused (its folder {problem}")
+    with pytest.raises(ArtifactError, match=f"{problem}.* never replaced"):
         setup.run()
+    assert setup.workshop.started == []
     assert path.read_text() == "thesis"
 
 
@@ -1387,7 +1399,7 @@ def test_groups_that_a_later_stage_would_refuse_stop_a_plan_before_it_trains(
             return 9
         made = tmp_path / "out" / "groups"
         with new_artifact(made, kind="groups", stage="x", config={}, inputs={}) as writer:
-            writer.write_json("groups.json", {"groups": {f"l{n}": n % found for n in range(9)}})
+            writer.statistics["groups"] = {f"group {n}": [f"l{n}"] for n in range(found)}
         return 0
 
     resolved = resolve_plan(load_plan(str(tmp_path / "plan.toml")), out_dir=tmp_path / "out")

@@ -88,8 +88,23 @@ def test_a_run_goes_on_from_its_highest_complete_state(tmp_path: Path) -> None:
         save(directory, update)
     assert directory.state_names() == ["update-0000020", "update-0000900", "update-0001000"]
     assert resumed_update(directory) == 1000
-    (directory.states_dir / "update-0001000" / "manifest.json").unlink()
+    shutil.rmtree(directory.states_dir / "update-0001000")
     assert resumed_update(directory) == 900
+
+
+@pytest.mark.parametrize("update", [10, 900])
+def test_a_state_that_lost_its_manifest_is_refused_before_its_updates_are_made_again(
+    tmp_path: Path, update: int
+) -> None:
+    directory = run_directory(tmp_path)
+    for one in (10, 900):
+        save(directory, one)
+    state = directory.state_dir(update)
+    (state / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{state.name} exists .* move your files away"):
+        directory.resume_from()
+    state.rename(tmp_path / "away")
+    assert resumed_update(directory) == 910 - update
 
 
 def test_leftovers_of_a_killed_write_are_removed_and_said(

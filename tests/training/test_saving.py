@@ -1,5 +1,7 @@
 """Saving and publishing without training: what is due, who writes what, and what stays."""
 
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from pipeline.artifacts.run_folders import Position, read_position
 from pipeline.checkpoints.resharding import Piece
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
+from pipeline.errors import ArtifactError
 from pipeline.model.moe.routing_statistics import RoutingCounter
 from pipeline.model.parameters import NamedSlice
 from pipeline.model.spec import make_spec
@@ -178,6 +181,7 @@ def publish(
     recipe: Recipe,
     averaged: list[int] | None = None,
     resumed: Resumed | None = None,
+    damage: Callable[[Path], object] = Path.exists,
 ) -> RunDirectory:
     """Publish a run of one rank that kept the weights of update 2, or took a mean."""
     directory = run_directory(tmp_path)
@@ -188,6 +192,7 @@ def publish(
         if averaged:
             one.save_mean(averaged, validated(2.5))
         directory.metrics_path.write_text('{"update": 2}\n')
+        damage(directory.best_dir)
         Publishing(
             make_call("pretrain", recipe, {}, tmp_path / "model"),
             TASK,
@@ -226,6 +231,24 @@ def test_the_artifact_holds_the_best_weights_and_the_metrics_and_says_which(
         "A note.",
     ]
     assert made.manifest.run.wall_seconds >= 1000.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        shutil.rmtree,
+        lambda best: (best / "manifest.json").unlink(),
+        lambda best: (best / "manifest.json").write_text("{}"),
+        lambda best: (best / "model.json").write_text("{}"),
+    ],
+    ids=["gone", "without manifest", "broken manifest", "damaged"],
+)
+def test_lost_weights_are_refused_with_the_folder_to_move_for_a_new_run(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    fix = re.escape(f"or move the folder {tmp_path / 'model.run'} away and run its stage again.")
+    with pytest.raises(ArtifactError, match=f"/best.*{fix}"):
+        publish(tmp_path, ENDED, recipe=make_recipe(), damage=damage)
 
 
 def test_the_artifact_of_a_mean_names_its_states(tmp_path: Path) -> None:

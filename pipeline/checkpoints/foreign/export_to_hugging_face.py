@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Lineage, open_recorded
 from pipeline.artifacts.corpus import pair_name
-from pipeline.artifacts.manifest import to_json, write_hashed
+from pipeline.artifacts.manifest import how_to_restore, to_json, write_hashed
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.vocabularies import MODEL_NAME, piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
@@ -41,6 +41,7 @@ from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TAB
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.distributed.process import track
 from pipeline.errors import CheckpointError
+from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.languages import language
 from pipeline.model.parameters import num_parameters, tensor_shapes
 from pipeline.model.spec import ModelSpec
@@ -381,8 +382,7 @@ class Card:
         artifacts = list(lineage.found.values())
         pairs = _training_pairs(artifacts)
         source, target = self._example(artifacts, pairs)
-        systems = {} if self.scores is None else self.scores.statistics.get("systems", {})
-        own = [name for name in systems if self._is_own(name)]
+        scores, is_own = self._scores()
         kind = "M2M100" if self.to == "hf-m2m100" else "NllbMoe"
         only_4 = kind == "NllbMoe" or tokenizer_class == "NllbTokenizer"
         # The header is quoted as JSON because YAML reads ``no`` as a truth value.
@@ -414,8 +414,8 @@ class Card:
             pairs=pairs,
             missing=sorted(lineage.missing),
             manifests=[artifact.manifest for artifact in artifacts],
-            scores=_score_rows({name: systems[name] for name in own or systems}),
-            is_own=bool(own),
+            scores=scores,
+            is_own=is_own,
         )
 
     def _example(self, artifacts: Sequence[Artifact], pairs: Mapping[str, int]) -> tuple[str, str]:
@@ -436,6 +436,20 @@ class Card:
             key=lambda way: (-pairs.get(pair_name(*way), 0), way[0] != "en", way),
             default=(targets[0], targets[0]),
         )
+
+    def _scores(self) -> tuple[list[tuple[str, str, str, str]], bool]:
+        """Return the rows of scores, and whether they are of this model's translations only."""
+        if self.scores is None:
+            return [], False
+        systems = self.scores.statistics.get("systems", {})
+        try:
+            own = [name for name in systems if self._is_own(name)]
+            return _score_rows({name: systems[name] for name in own or systems}), bool(own)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"{self.scores.directory} has no scores as evaluate writes them. "
+                f"{how_to_restore(self.scores.directory)}."
+            ) from error
 
     def _is_own(self, system: str) -> bool:
         """Return whether a system's translations are recorded as made by this checkpoint."""
