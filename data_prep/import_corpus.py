@@ -68,7 +68,7 @@ from pipeline.config.settings import shown
 from pipeline.distributed.process import track
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError, without_case
-from pipeline.languages import codes_of_setting, count_scripts
+from pipeline.languages import codes_of_setting, count_scripts, is_known, meant_code
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied
 
@@ -86,7 +86,8 @@ def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
     with call.new_artifact() as writer:
         raw = checked_text(read_raw(call), call.recipe.corpus.source)
-        importing = Importing(writer, call.recipe.corpus, raw, untested=untested_of(call, raw))
+        untested, absent = untested_of(call, raw)
+        importing = Importing(writer, call.recipe.corpus, raw, untested=untested)
         found = import_all(importing, processes=call.processes, mpi=call.mpi)
         if raw.is_found:
             importing.join_quarantine()
@@ -95,6 +96,9 @@ def run(call: StageCall) -> None:
             totals.add(found[number])
         writer.statistics |= statistics(totals)
         writer.summary += summary(totals)
+        if absent:
+            said = f"corpus.untested names {listed(absent)}, and the text has no such language"
+            writer.summary.append(said)
 
 
 _NO_TABLES = ("tree", "cldr", "hub", "tmx", "moses")
@@ -134,12 +138,17 @@ def read_raw(call: StageCall) -> RawText:
             raise without_case("read_raw", unknown)
 
 
-def untested_of(call: StageCall, raw: RawText) -> frozenset[str]:
-    """Return the languages of the raw text that ``corpus.untested`` means, in any spelling."""
+def untested_of(call: StageCall, raw: RawText) -> tuple[frozenset[str], list[str]]:
+    """Return the languages of the raw text that ``corpus.untested`` means, and names of others.
+
+    A recipe of many languages may import the text of a few, so others are no error.
+    """
     names = call.recipe.corpus.untested
     present = {code for section in raw.sections for code in section.languages}
-    found = codes_of_setting(names, present, setting="corpus.untested", place="the text")
-    return frozenset(found.values())
+    absent = [one for one in names if is_known(one) and meant_code(one, present) not in present]
+    among = [one for one in names if one not in absent]
+    found = codes_of_setting(among, present, setting="corpus.untested", place="the text")
+    return frozenset(found.values()), absent
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,12 @@ def test_languages_without_test_lines_may_be_spelled_in_any_usual_way(
     write(raw, dict.fromkeys(names, "a\n"))
     corpus = imported(out, raw, untested=[code])
     assert line_counts(corpus, "test") == {"de-en": 1}
-    for other, said in (("it", "names 'it', .* Choose from de, en, fr"), ("French", "Write 'fr'")):
+    assert "untested" not in "".join(corpus.manifest.summary)
+    for absent in (["it"], ["eo", "mlt_Latn"]):
+        told = imported(out.with_name("-".join(absent)), raw, untested=[code, *absent])
+        assert line_counts(told, "test") == {"de-en": 1}
+        assert told.manifest.summary[-1].startswith(f"corpus.untested names {', '.join(absent)},")
+    for other, said in (("gr", "names 'gr', .* Choose from de, en, fr"), ("French", "Write 'fr'")):
         with pytest.raises(ConfigError, match=said):
             imported(out.with_name(other), raw, untested=[code, other])
 

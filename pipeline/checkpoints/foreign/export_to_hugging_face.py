@@ -40,7 +40,6 @@ from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
 from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.distributed.process import track
-from pipeline.errors import CheckpointError
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.languages import language
 from pipeline.model.parameters import num_parameters, tensor_shapes
