@@ -113,7 +113,11 @@ class ComparedRuns:
             except ArtifactError:
                 self.left_out.append(f"{entry.name} (it has no manifest of this version)")
                 continue
-            if manifest is None or entry.name.startswith("."):
+            if entry.name.startswith("."):
+                continue
+            if manifest is None:
+                is_plan = entry.suffix != ".run" and any(entry.glob(f"*/{MANIFEST_NAME}"))
+                self.left_out += [f"{entry.name} (a folder of artifacts: name it, too)"] * is_plan
                 continue
             if manifest.stage in TRAINING_STAGES:
                 trained.append(entry)

@@ -395,6 +395,17 @@ def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path)
     assert names_in(page) == ["dense", "nearest", "tests/nearest"]
 
 
+def test_folders_of_artifacts_within_a_folder_of_runs_are_named(tmp_path: Path) -> None:
+    training_run(tmp_path / "runs" / "mine", [3.0])
+    for plan, stage in (("demo", "clean"), ("other", "dense.before-1")):
+        artifact(tmp_path / "runs" / plan / stage, "corpus", "clean")
+    artifact(tmp_path / "runs" / "mine.run" / "best", "corpus", "clean")
+    page = report(tmp_path, str(tmp_path / "runs"))
+    assert "demo (a folder of artifacts: name it, too)" in page
+    assert "other (a folder of artifacts: name it, too)" in page
+    assert "mine.run" not in page
+
+
 def test_a_folder_that_adds_nothing_is_refused_beside_others_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
