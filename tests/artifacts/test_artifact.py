@@ -196,6 +196,12 @@ def test_an_input_that_cannot_be_read_is_not_called_the_output(tmp_path: Path, n
     assert refused.value.filename == f"{SOURCE.path}{name}"
     assert names_in(tmp_path) == []
 
+    def copy(_writer: ArtifactWriter) -> None:  # a full disk is the output's, whatever it names
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{SOURCE.path}{name}")
+
+    with pytest.raises(ArtifactError, match=r"corpus could not be written .*make room"):
+        make(tmp_path / "corpus", before_end=copy)
+
 
 @pytest.mark.parametrize("name", ["text.txt", "empty"])
 def test_a_file_without_permission_is_not_called_damaged(
