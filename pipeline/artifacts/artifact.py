@@ -56,7 +56,7 @@ from pipeline.artifacts.places import (
 from pipeline.config.documents import read_json
 from pipeline.distributed import process
 from pipeline.distributed.world import from_rank_zero, gather_objects, own_rank, rank, world_size
-from pipeline.errors import AlreadyDone, ArtifactError, to_write
+from pipeline.errors import AlreadyDone, ArtifactError, to_write, unreadable
 from pipeline.terminal import an_artifact
 
 __all__ = [
@@ -205,8 +205,8 @@ class Artifact:
         try:
             intact = are_intact([(self.directory / name, self.record(name)) for name in names])
         except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
-            raise self._damaged(error.filename or self.directory, problem) from error
+            what, fix = error.filename or self.directory, f"{how_to_restore(self.directory)}."
+            raise ArtifactError(unreadable(what, error, fix)) from error
         for name, is_intact in zip(names, intact, strict=True):
             if not is_intact:
                 problem = "is damaged: its digest differs from the manifest"
@@ -457,7 +457,10 @@ def new_artifact(
     except OSError as error:
         discard_working(writer.directory)
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
-        if error.errno not in UNWRITABLE:
+        place = Path(error.filename if isinstance(error.filename, str) else "").absolute()
+        of_input = any(place.is_relative_to(path.absolute()) for path in paths.values())
+        is_denied = of_input and isinstance(error, PermissionError)  # a full disk names both
+        if is_denied or error.errno not in UNWRITABLE:
             raise
         raise ArtifactError(
             f"{out_dir} could not be written ({error.strerror or error}), nothing was changed: "

@@ -42,7 +42,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, TypeAdapt
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
 from pipeline.config.documents import RESTORE, read_json_lines
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, unreadable
 from pipeline.terminal import counted
 
 Value = TypeVar("Value")
@@ -306,7 +306,7 @@ def iterate_lines(path: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise _damaged(f"{path} is not UTF-8 ({error.reason})") from error
     except OSError as error:
-        raise _damaged(f"{path} cannot be read ({error.strerror})") from error
+        raise ArtifactError(unreadable(path, error, f"{RESTORE}.")) from error
 
 
 def _damaged(problem: str) -> ArtifactError:

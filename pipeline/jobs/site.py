@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -100,8 +101,13 @@ OWN_OPTIONS = {
 
 
 def _not_own(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuse options of sbatch that would replace what the job needs: the last of two holds."""
-    for word in words:
+    """Refuse options of sbatch that would replace what the job needs: the last of two holds.
+
+    A word that neither is an option nor follows one would be the job's script to sbatch.
+    """
+    for before, word in pairwise(("", *words)):
+        if not (word.startswith("-") or (before.startswith("-") and "=" not in before)):
+            raise ValueError(f"{shown(word)} is no option of sbatch. Begin it with --")
         long, letter = word.partition("=")[0].removeprefix("--"), word[1:2]
         is_long = word.startswith("--") and long in OWN_OPTIONS
         if is_long or (re.match("-[^-]", word) and letter in OWN_OPTIONS.values()):

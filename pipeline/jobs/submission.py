@@ -425,9 +425,7 @@ def cancel_jobs(
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
-    for name in stages:
-        resolved.require_stage(name, "--only")
-    record = _submitted(resolved)
+    record = _submitted(resolved, dict.fromkeys(stages, "--only"))
     live = live_jobs(record)
     chosen = {name: job for name, job in live.items() if not stages or name in stages}
     slurm_commands.cancel([job.id for job in chosen.values()])
@@ -444,9 +442,8 @@ def last_log(resolved: ResolvedPlan, stage: str) -> Path:
         ConfigError: the plan has no such stage.
         ArtifactError: no job of it has written a log.
     """
-    resolved.require_stage(stage, "STAGE")
     folder = log_dir(resolved.out_dir / stage)
-    record = _submitted(resolved)
+    record = _submitted(resolved, {stage: "STAGE"})
     job_id = record.stages[stage].id if stage in record.stages else ""
     path = folder / f"{job_id}.log"
     if job_id and path.is_file():
@@ -463,14 +460,20 @@ def last_log(resolved: ResolvedPlan, stage: str) -> Path:
     return logs[-1]
 
 
-def _submitted(resolved: ResolvedPlan) -> JobsRecord:
-    """Return the jobs of a plan; ArtifactError if nothing was submitted."""
+def _submitted(resolved: ResolvedPlan, stages: Mapping[str, str]) -> JobsRecord:
+    """Return the jobs of a plan; ArtifactError if nothing was submitted.
+
+    ``stages``: stage → option that names it. It may have left the plan after it was submitted.
+    """
     record = read_jobs(resolved.out_dir)
     if record is None:
         raise ArtifactError(
             f"Nothing was submitted to {resolved.out_dir.absolute()}. Change to the folder of "
             "`mmnmt submit`, or pass its --out."
         )
+    for name, option in stages.items():
+        if name not in record.stages:
+            resolved.require_stage(name, option)
     return record
 
 

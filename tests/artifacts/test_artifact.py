@@ -182,6 +182,43 @@ def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
     assert names_in(tmp_path) == ["corpus"]
 
 
+def denied(path: Path | str) -> PermissionError:
+    return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+@pytest.mark.parametrize("name", ["", "/en-de/train.de.gz"])
+def test_an_input_that_cannot_be_read_is_not_called_the_output(tmp_path: Path, name: str) -> None:
+    def read(_writer: ArtifactWriter) -> None:
+        raise denied(f"{SOURCE.path}{name}")
+
+    with pytest.raises(PermissionError) as refused:
+        make(tmp_path / "corpus", before_end=read)
+    assert refused.value.filename == f"{SOURCE.path}{name}"
+    assert names_in(tmp_path) == []
+
+    def copy(_writer: ArtifactWriter) -> None:  # a full disk is the output's, whatever it names
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{SOURCE.path}{name}")
+
+    with pytest.raises(ArtifactError, match=r"corpus could not be written .*make room"):
+        make(tmp_path / "corpus", before_end=copy)
+
+
+@pytest.mark.parametrize("name", ["text.txt", "empty"])
+def test_a_file_without_permission_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made = make(tmp_path / "corpus")
+    path = made.directory / name
+
+    def read(_files: object) -> list[bool]:
+        raise denied(path)
+
+    monkeypatch.setattr(artifacts, "are_intact", read)
+    with pytest.raises(ArtifactError) as refused:
+        made.check()
+    assert str(refused.value) == f"{path} cannot be read (Permission denied). Make it readable."
+
+
 @pytest.mark.parametrize("call", ["scandir", "stat"])
 def test_an_artifact_whose_files_cannot_be_listed_is_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

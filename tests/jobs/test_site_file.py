@@ -174,6 +174,14 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
             (f"options = ['--x', '{word}']\n[node]\ncpus = 8", f"sets {word} itself. Leave it out")
             for word in ("-N2", "--job-name", "--requeue", "-Mx", "--wait", "--export=NONE")
         ),
+        *(
+            (f"options = {words}\n[node]\ncpus = 8", f"{word} is no option of sbatch.")
+            for words, word in (
+                (["constraint=h100"], "constraint=h100"),
+                (["--gres=gpu:8", "exclusive"], "exclusive"),
+                (["-C", "h100", "x"], "x"),
+            )
+        ),
         ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),
         ('[node]\ncpus = 8\n[cpu]\nqos = ""\nnode = { cpus = 8 }', 'cpu.qos is "". Write a line'),
         ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),

@@ -563,6 +563,27 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
             look()
 
 
+@pytest.mark.parametrize(("stage", "row"), [("moe", "waiting"), ("dense", "running")])
+def test_the_job_of_a_stage_that_left_the_plan_is_shown_and_can_be_canceled(
+    slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch, stage: str, row: str
+) -> None:
+    submit(graph(out))
+    job = slurm.ids()[stage]
+    slurm.become(job, "PENDING" if row == "waiting" else "RUNNING")
+    renamed = GRAPH.replace(f"{stage} = {{ run", "other = { run")
+    renamed = renamed.replace(f'checkpoint = "{stage}"', 'checkpoint = "other"')
+    monkeypatch.setitem(globals(), "GRAPH", renamed)
+    found = status(graph(out))[stage]
+    assert found.startswith(f"{stage} {row} {job}.0 ")
+    assert f"not in the plan any more; `mmnmt cancel` with --only {stage} ends" in found
+    log = log_dir(out / stage) / f"{job}.log"
+    log.write_text("its log", encoding="utf-8")
+    assert last_log(graph(out), stage) == log
+    cancel_jobs(graph(out), [stage])
+    assert stage not in slurm.live()
+    assert stage not in status(graph(out))
+
+
 # ---------------------------------------------------------------- status
 
 
