@@ -531,6 +531,9 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
     for title in ("occurrence in the training", "frequency", "number of subwords", "characters"):
         assert title in section
     assert "<h2>Word accuracy</h2>" in made.file("report.html").read_text(encoding="utf-8")
+    # A plan may give inputs of word accuracy where a recipe asks for none.
+    plain = scored(tmp_path / "plain", corpus, answers, more=more, scores=("bleu",))
+    assert "Word accuracy" not in report_of(plain)
 
 
 def test_source_words_are_grouped_where_the_recipe_asks_for_them(
@@ -554,7 +557,6 @@ def test_source_words_are_grouped_where_the_recipe_asks_for_them(
     [
         ({}, "comet", "scores does not list comet. Add it there, or leave"),
         ({"scores": ["comet"]}, None, "no model is given. Name its directory with --comet"),
-        ({}, "tokenizer", "word_accuracy is no. Set it to target or source, or"),
         ({"language_sets": {"Long": ("myanmar",)}}, None, "'myanmar' is no language code"),
     ],
 )
@@ -569,7 +571,6 @@ def test_settings_and_inputs_that_do_not_belong_together_are_refused(
         systems,
         settings=EvaluationConfig.model_validate(settings),
         comet=tmp_path / "model" if given == "comet" else None,
-        more={"tokenizer": corpus} if given == "tokenizer" else None,
     )
     with pytest.raises(ConfigError, match=finding):
         evaluate.run(call)

@@ -381,8 +381,8 @@ def check_inputs(call: StageCall) -> None:
     """Check that settings and inputs of the stage belong together.
 
     Raises:
-        ConfigError: a model or tokenizer is given but not used, or needed but not given; a set of
-            languages contains an unknown language; or a system is named with and without a seed.
+        ConfigError: a model is given but not used, or needed but not given; a set of languages
+            contains an unknown language; or a system is named with and without a seed.
     """
     settings = call.recipe.evaluation
     has_comet, asks_comet = "comet" in call.raw, "comet" in settings.computed_scores
@@ -393,11 +393,6 @@ def check_inputs(call: StageCall) -> None:
             if has_comet
             else "evaluation.scores lists comet, but no model is given. Name its directory with "
             "--comet, or leave comet out."
-        )
-    if "tokenizer" in call.artifacts and settings.word_accuracy == "no":
-        raise ConfigError(
-            "--tokenizer is used only for word accuracy, and evaluation.word_accuracy is no. Set "
-            "it to target or source, or leave the option out."
         )
     for code in (code for codes in settings.language_sets.values() for code in codes):
         parse_tag(code)
