@@ -40,7 +40,7 @@ from pipeline.decoding.hypotheses import (
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import process
 from pipeline.errors import ConfigError
-from pipeline.kernels.logits import finds_best_at_once, fused_best_tokens
+from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
 
@@ -146,6 +146,7 @@ class BeamStep:
     """Extend every beam by a token; without constraints, no step waits for a value of a tensor.
 
     Attributes:
+        reads: whether values may be read where that saves operators, as on CPU.
         restrictions, constraints: of the sentences, which ``active`` numbers in every step.
     """
 
@@ -161,6 +162,7 @@ class BeamStep:
         self.pad_id, self.eos_id = model.spec.pad_id, eos_id
         self.rule, self.penalty = stopping_rule(config), config.length_penalty
         self.beams, self.n_best, self.prompt_length = config.beam_size, config.n_best, prompt_length
+        self.reads = model.device.type == "cpu"
         self.restrictions = Restrictions.of(
             (source.prefix for source in sources), (source.banned for source in sources)
         )
@@ -176,7 +178,7 @@ class BeamStep:
     ) -> tuple[Beams, Tensor]:
         """Return the extended beams, and the beam (B, J) that each of them extends."""
         beams = beams._replace(length_B=beams.length_B + 1)
-        limited_B = beams.length_B >= beams.limit_B
+        limited_B = self._if_any(beams.length_B >= beams.limit_B)
         score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
         beams = self._collect(beams, score_BC, beam_BC, token_BC, limited_B)
         running_BJ, choice_BJ = self._running(
@@ -191,6 +193,10 @@ class BeamStep:
         )
         return extended, beam_BJ
 
+    def _if_any(self, is_so: Tensor) -> Tensor | None:
+        """Return the conditions, or None if it can be read that none is true."""
+        return None if self.reads and not is_so.any() else is_so
+
     def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the J candidates that go on: the best, or with phrases the first by turn."""
         if self.constraints is None:
@@ -201,14 +207,14 @@ class BeamStep:
         return running_BC.gather(1, choice_BJ), choice_BJ
 
     def _candidates(
-        self, beams: Beams, logits_RV: Tensor, limited_B: Tensor, active: Sequence[int]
+        self, beams: Beams, logits_RV: Tensor, limited_B: Tensor | None, active: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
 
         With required phrases there are more, ordered by their turn to get a place.
         """
         batch, rows = beams.score_BJ.shape
-        at_limit = [False] * batch if self.is_free else limited_B.tolist()
+        at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
         width, before_R = min(2 * self.beams, logits_RV.shape[1]), beams.score_BJ.view(-1)
         if self.is_free and finds_best_at_once(logits_RV, width):
             best_RC, token_RC, normalizer_R = fused_best_tokens(
@@ -221,8 +227,8 @@ class BeamStep:
             logits_RV[:, self.pad_id] = -torch.inf
             if not self.is_free:
                 self._constrain(beams, logits_RV, at_limit, active)
-            best_RC, token_RC = logits_RV.topk(width, dim=1)
-        if self.rule.forces_end_at_limit:
+            best_RC, token_RC = best_tokens(logits_RV, width)
+        if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
         # At the first token a small vocabulary has fewer candidates than there are beams.
@@ -286,7 +292,7 @@ class BeamStep:
         score_BC: Tensor,
         beam_BC: Tensor,
         token_BC: Tensor,
-        limited_B: Tensor,
+        limited_B: Tensor | None,
     ) -> Beams:
         """Record the hypotheses that end here, out of the J best candidates.
 
@@ -295,8 +301,10 @@ class BeamStep:
         # As in fairseq and transformers: an end below the J best would not have had a place.
         score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
         has_end_BJ = ends_BJ = token_BJ == self.eos_id
-        if not self.rule.forces_end_at_limit:
+        if limited_B is not None and not self.rule.forces_end_at_limit:
             ends_BJ = ends_BJ | limited_B[:, None]
+        if self._if_any(ends_BJ) is None:
+            return beams
         ends_BJ = ends_BJ & score_BJ.isfinite() & ~beams.done_B[:, None]
         new_BJ = self._normalized(beams, score_BJ).masked_fill(~ends_BJ, -torch.inf)
         score_BX = torch.cat([beams.ended_score_BJ, new_BJ], dim=1)
@@ -313,8 +321,12 @@ class BeamStep:
             ended_tokens_BJT=_of_rows(tokens_BXT, best_BJ),
         )
 
-    def _done(self, beams: Beams, running_BJ: Tensor, limited_B: Tensor) -> Tensor:
+    def _done(self, beams: Beams, running_BJ: Tensor, limited_B: Tensor | None) -> Tensor:
+        done_B = beams.done_B if limited_B is None else beams.done_B | limited_B
         worst_B = beams.ended_score_BJ[:, -1]
+        full_B = self._if_any(worst_B > -torch.inf)
+        if full_B is None:
+            return done_B
         running_B = self._normalized(beams, running_BJ.amax(1, keepdim=True))[:, 0]
         ends_B = self.rule.is_done(worst_ended=worst_B, best_running=running_B)
         if not isinstance(ends_B, bool) and (
@@ -324,7 +336,7 @@ class BeamStep:
                 f"is_done of {type(self.rule).__name__} returned a {type(ends_B).__name__} that is "
                 "neither True nor False nor a tensor of them, one per sentence. Correct it."
             )
-        return beams.done_B | limited_B | ((worst_B > -torch.inf) & ends_B)
+        return done_B | (full_B & ends_B)
 
     def best(self, beams: Beams, rows: Sequence[int]) -> list[list[Translation]]:
         """Return the best hypotheses of sentences that are done.
@@ -428,7 +440,7 @@ class Search:
     @property
     def can_be_joined(self) -> bool:
         """Whether sentences can join: constraints know only the sentences of their own batch."""
-        return self.extend.is_free
+        return self.extend.is_free and self.states.can_join
 
     def join(self, other: "Search") -> int:
         """Take over the sentences of another search with the same model and settings.

@@ -1,9 +1,13 @@
 """Run the decoder one token per row at a time, with cached keys and values.
 
 A sentence has one row while its prompt is fed, then as many rows as the search needs.
-:class:`DecoderStates` is the interface of the searches. :class:`GridKeys` keeps one grid of entries
-for the rows of a sentence; a mask selects the past of each row. Between two steps that have room,
-all tensors keep their shapes and addresses, and no step waits for a value.
+:class:`DecoderStates` is the interface of the searches; two caches keep keys and values:
+
+- :class:`ListedKeys`, on CPU, keeps entries in the order in which they were computed, and each row
+  lists its own. Only the lists move with the rows; nothing is padded, masked or cut into heads.
+- :class:`GridKeys`, on other devices and for dtypes that the loops do not read, keeps one grid of
+  entries for the rows of a sentence; a mask selects the past of each row. Between two steps that
+  have room, all tensors keep their shapes and addresses, and no step waits for a value.
 
 Legend: B unfinished sentences, J rows of each, R = B · J rows, N source tokens, D model width, H
 heads, K head width, S entries of a grid, P entries of the target, T positions so far.
@@ -12,6 +16,7 @@ heads, K head width, S entries of a grid, P entries of the target, T positions s
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +26,9 @@ from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.kernels.attention import (
+    RowEntries,
     attend,
-    attend_grid,
+    attend_entries,
     attend_step,
     attention_mask,
     can_attend_step,
@@ -30,13 +36,11 @@ from pipeline.kernels.attention import (
 from pipeline.kernels.cpu import can_loop
 from pipeline.kernels.pointwise import JointParameters
 from pipeline.model.attention import Attention
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
 FEWEST_POSITIONS = 16
-"""Fewest positions of a cache of fixed shape."""
-MORE_POSITIONS = 16
-"""Positions that other caches make room for at a time."""
+"""Positions that a cache has room for at first; it doubles."""
 
 
 def capacity(positions: int) -> int:
@@ -44,8 +48,181 @@ def capacity(positions: int) -> int:
     return max(FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
 
 
+class CachedKeys(Protocol):
+    """Cached keys and values of all decoder layers; at first with one row per sentence."""
+
+    layers: list[LayerCache]
+
+    def make_room(self) -> None:
+        """Make room for one more entry per row."""
+
+    def begin_step(self) -> None:
+        """Prepare every layer's past for one more entry per row, for which there is room."""
+
+    def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """Keep only the sentences ``keep_B`` with their rows ``beam_BJ``, in that order."""
+
+
+def cached_keys(
+    layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+) -> CachedKeys:
+    """Return caches of the decoder's layers: an empty past, and the source's keys and values."""
+    if can_loop(memory_ND):
+        return ListedKeys(layers, memory_ND, packing, tokens)
+    return GridKeys(layers, memory_ND, packing, tokens)
+
+
+# ---------------------------------------------------------------- lists of entries
+
+
+class ListedKeys:
+    """Entries in float32 listed per row, read by loops on CPU."""
+
+    def __init__(
+        self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> None:
+        bound_B = packing.bound_B.long()
+        self.source = RowEntries(bound_B[:-1], bound_B[1:], packing.length)
+        rows = self.sentences = len(bound_B) - 1
+        listed_RT = torch.empty(rows, 0, dtype=torch.int64)
+        start_R = torch.zeros(rows, dtype=torch.int64)
+        self.past = RowEntries(start_R, start_R, 0, listed_RT)
+        self.made = 0
+        """Number of entries; entries of the last step come last."""
+        room = FEWEST_POSITIONS * rows, memory_ND.shape[1]
+        self.pasts: list[_Listed] = []
+        self.sources: list[_Listed] = []
+        for layer in layers:
+            own, cross = layer.self_attention, layer.cross_attention
+            key_PD = memory_ND.new_empty(room, dtype=torch.float32)
+            empty = key_PD, torch.empty_like(key_PD)
+            self.pasts.append(_Listed(self, own.num_heads, *empty, is_past=True))
+            key_ND, value_ND = (project(p, memory_ND, tokens) for p in (cross.key, cross.value))
+            packed = key_ND.float(), value_ND.float()
+            self.sources.append(_Listed(self, cross.num_heads, *packed, is_past=False))
+        pairs = zip(self.pasts, self.sources, strict=True)
+        self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
+
+    def make_room(self) -> None:
+        """Do nothing: every past grows on its own."""
+
+    def begin_step(self) -> None:
+        """Prepare every layer's past for one more entry per row."""
+        rows = len(self.past.start_R)
+        new_R = torch.arange(self.made, self.made + rows)
+        assert self.past.entry_RT is not None, "the past is listed"
+        listed_RT = torch.cat([self.past.entry_RT, new_R[:, None]], dim=1)
+        past = self.past
+        self.past = RowEntries(past.start_R, past.stop_R + 1, past.most + 1, listed_RT)
+        self.made += rows
+
+    def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """Keep only these sentences and rows, in that order."""
+        # Entries stay where they are: rows that continue one past list the same entries.
+        before = len(self.past.start_R) // self.sentences
+        row_R = (keep_B[:, None] * before + beam_BJ).flatten()
+        self.sentences = len(keep_B)
+        self.past, self.source = self.past.select(row_R), self.source.select(row_R)
+
+    def join(self, other: "ListedKeys") -> None:
+        """Add the sentences of another cache, with as many rows each.
+
+        Entries and source tokens that no row reads any more are dropped from both.
+        """
+        for keys in (self, other):
+            keys._drop_unread_entries()
+            keys._drop_unread_sources()
+        self.past = _joined(self.past, other.past, shift=self.made)
+        self.source = _joined(self.source, other.source, shift=len(self.sources[0].key_PD))
+        both = (*self.pasts, *self.sources), (*other.pasts, *other.sources)
+        for mine, its in zip(*both, strict=True):
+            mine.key_PD = torch.cat([mine.key_PD, its.key_PD])
+            mine.value_PD = torch.cat([mine.value_PD, its.value_PD])
+        self.made += other.made
+        self.sentences += other.sentences
+
+    def _drop_unread_entries(self) -> None:
+        past = self.past
+        assert past.entry_RT is not None, "the past is listed"
+        place_T = torch.arange(past.entry_RT.shape[1])
+        is_read_RT = (place_T >= past.start_R[:, None]) & (place_T < past.stop_R[:, None])
+        is_read_P = torch.zeros(self.made, dtype=torch.bool)
+        is_read_P[past.entry_RT[is_read_RT]] = True
+        entry_RT = (is_read_P.cumsum(0) - 1)[past.entry_RT]
+        most = int((past.stop_R - past.start_R).max())
+        self.past = RowEntries(past.start_R, past.stop_R, most, entry_RT)
+        for keys in self.pasts:
+            keys.key_PD = keys.key_PD[: self.made][is_read_P]
+            keys.value_PD = keys.value_PD[: self.made][is_read_P]
+        self.made = int(is_read_P.sum())
+
+    def _drop_unread_sources(self) -> None:
+        start_R, stop_R = self.source.start_R, self.source.stop_R
+        rows = len(start_R) // self.sentences
+        length_B = (stop_R - start_R)[::rows]
+        end_B = length_B.cumsum(0)
+        first_B = end_B - length_B
+        token_N = torch.arange(int(end_B[-1])) + (start_R[::rows] - first_B).repeat_interleave(
+            length_B
+        )
+        for keys in self.sources:
+            keys.key_PD, keys.value_PD = keys.key_PD[token_N], keys.value_PD[token_N]
+        first_R, end_R = (one.repeat_interleave(rows) for one in (first_B, end_B))
+        self.source = RowEntries(first_R, end_R, int(length_B.max()))
+
+
+def _joined(one: RowEntries, other: RowEntries, *, shift: int) -> RowEntries:
+    """Return the rows of both; the entries of the other are counted from ``shift``.
+
+    Rows that list their entries end in the same column.
+    """
+    most = max(one.most, other.most)
+    if one.entry_RT is None or other.entry_RT is None:
+        start_R = torch.cat([one.start_R, other.start_R + shift])
+        return RowEntries(start_R, torch.cat([one.stop_R, other.stop_R + shift]), most)
+    length_R = torch.cat([rows.stop_R - rows.start_R for rows in (one, other)])
+    tables = (one.entry_RT, other.entry_RT + shift)
+    entry_RT = torch.cat([of_last_columns(entry_RT, most) for entry_RT in tables])
+    return RowEntries(most - length_R, torch.full_like(length_R, most), most, entry_RT)
+
+
+def of_last_columns(x_XT: Tensor, length: int) -> Tensor:
+    """Return the last T columns of a tensor, behind zeros if it has fewer."""
+    return F.pad(x_XT, (length - x_XT.shape[-1], 0))
+
+
+@dataclass
+class _Listed:
+    """Entries of one layer: its past, one per row and step, or the source's tokens as packed."""
+
+    keys: ListedKeys
+    num_heads: int
+    key_PD: Tensor
+    value_PD: Tensor
+    is_past: bool
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        stop = self.keys.made
+        while stop > len(self.key_PD):
+            self.key_PD, self.value_PD = _doubled(self.key_PD), _doubled(self.value_PD)
+        self.key_PD[stop - len(key_RD) : stop] = key_RD
+        self.value_PD[stop - len(key_RD) : stop] = value_RD
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        entries = self.keys.past if self.is_past else self.keys.source
+        heads = self.num_heads
+        return attend_entries(query_RD, self.key_PD, self.value_PD, entries, num_heads=heads)
+
+
+def _doubled(entry_PD: Tensor) -> Tensor:
+    return torch.cat([entry_PD, torch.empty_like(entry_PD)])
+
+
+# ---------------------------------------------------------------- a grid for the sentence's rows
+
+
 class GridKeys:
-    """Cached keys and values of all decoder layers, a grid per sentence; at first with one row."""
+    """Entries in one grid per sentence, for any device."""
 
     def __init__(
         self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
@@ -57,10 +234,8 @@ class GridKeys:
         """Number of entries, on the device: a step writes behind them."""
         self.is_fused = False
         """Whether one kernel serves attention in the present step."""
-        self.is_looped = False
-        """Whether a compiled loop does."""
         self.taken = 0
-        """Number of entries for which there must be room, on the host."""
+        """Number of entries for which :meth:`make_room` was called."""
         pasts, sources = [], []
         for layer in layers:
             own, cross = layer.self_attention, layer.cross_attention
@@ -95,13 +270,15 @@ class GridKeys:
         return [self.made, self.own_past_BJP, self.source_BS, *entries]
 
     def make_room(self) -> None:
-        """Make room for one more entry per row, in the place of entries that no row reads."""
+        """Make room for one more entry per row: at first for 16, then for twice as many."""
         _, rows, room = self.own_past_BJP.shape
         self.taken += rows
-        if self.taken <= room:
-            return
-        self._drop_unread(more=MORE_POSITIONS * rows)
-        self.taken += rows
+        if self.taken > room:
+            more = max(room, FEWEST_POSITIONS * rows)
+            self.own_past_BJP = F.pad(self.own_past_BJP, (0, more))
+            for past in self.pasts:
+                past.key_BHSK = F.pad(past.key_BHSK, (0, 0, 0, more))
+                past.value_BHSK = F.pad(past.value_BHSK, (0, 0, 0, more))
 
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row, for which there is room."""
@@ -113,9 +290,8 @@ class GridKeys:
         self.made += rows
         like = self.pasts[0].key_BHSK
         self.is_fused = can_attend_step(like, rows=rows)
-        self.is_looped = can_loop(like) and not self.is_fused
-        if self.is_fused or self.is_looped:
-            return  # they read the conditions themselves
+        if self.is_fused:
+            return  # the kernel reads the conditions themselves
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
             None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
@@ -131,55 +307,6 @@ class GridKeys:
         for one in (*self.pasts, *self.sources):
             one.key_BHSK, one.value_BHSK = one.key_BHSK[keep_B], one.value_BHSK[keep_B]
         self.source_BS = self.source_BS[keep_B]
-
-    def join(self, other: "GridKeys") -> None:
-        """Add the sentences of another cache, with as many rows each.
-
-        The entries of both end in one place, behind which the next ones are written. Entries that
-        no row reads any more are dropped from both.
-        """
-        for keys in (self, other):
-            keys._drop_unread()
-        self.is_full &= other.is_full and self.source_BS.shape[1] == other.source_BS.shape[1]
-        self.source_BS = _joined(self.source_BS, other.source_BS, dim=-1)
-        self.own_past_BJP = _joined(self.own_past_BJP, other.own_past_BJP, dim=-1)
-        self.taken = self.own_past_BJP.shape[2]
-        self.made.fill_(self.taken)
-        both = (*self.pasts, *self.sources), (*other.pasts, *other.sources)
-        for mine, its in zip(*both, strict=True):
-            mine.key_BHSK = _joined(mine.key_BHSK, its.key_BHSK, dim=-2)
-            mine.value_BHSK = _joined(mine.value_BHSK, its.value_BHSK, dim=-2)
-
-    def _drop_unread(self, *, more: int = 0) -> None:
-        """Drop entries that no row of their sentence reads, and make room for ``more``.
-
-        Beams soon have a common past: they read few entries more than there are positions.
-        """
-        is_read_BP = self.own_past_BJP.any(1)
-        batch, before = is_read_BP.shape
-        self.taken = int(is_read_BP.sum(1).max()) if before else 0
-        self.made.fill_(self.taken)
-        # Entries that are read come last, in their order.
-        order_BP = is_read_BP.byte().argsort(dim=1, stable=True)[:, before - self.taken :]
-        sentence_B1 = torch.arange(batch, device=order_BP.device)[:, None]
-
-        def moved(x_BXPK: Tensor) -> Tensor:
-            _, others, _, width = x_BXPK.shape
-            new_BXPK = x_BXPK.new_zeros(batch, others, self.taken + more, width)
-            read_BPXK = x_BXPK.transpose(1, 2)[sentence_B1, order_BP]
-            new_BXPK[:, :, : self.taken] = read_BPXK.transpose(1, 2)
-            return new_BXPK
-
-        self.own_past_BJP = moved(self.own_past_BJP[..., None])[..., 0]
-        for one in self.pasts:
-            one.key_BHSK, one.value_BHSK = moved(one.key_BHSK), moved(one.value_BHSK)
-
-
-def _joined(one: Tensor, other: Tensor, *, dim: int) -> Tensor:
-    """Return the sentences of both; zeros precede the shorter tensor along a dimension."""
-    longest = max(one.shape[dim], other.shape[dim])
-    behind = (0, 0) * (-1 - dim)
-    return torch.cat([F.pad(x, (*behind, longest - x.shape[dim], 0)) for x in (one, other)])
 
 
 @dataclass
@@ -212,10 +339,8 @@ class _Entries:
     def attend(self, query_RD: Tensor) -> Tensor:
         """Attend with the rows of a sentence as positions of one query."""
         keys = self.keys
-        is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
-        if keys.is_looped:
-            return attend_grid(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS)
         if keys.is_fused:
+            is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
             new, self.new = self.new, None
             return attend_step(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS, new)
         mask = keys.past_mask if self.is_past else keys.source_mask
@@ -242,7 +367,7 @@ class DecoderStates:
         self.joint: JointParameters | None = None
         """Copies of the model's parameters for steps; None: they are read as they are."""
 
-    def _encode(self, sources: Sequence[Source]) -> GridKeys:
+    def _encode(self, sources: Sequence[Source]) -> CachedKeys:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
         ids = torch.tensor([token for source in sources for token in source.tokens])
         ids_N = ids.to(self.device)
@@ -250,7 +375,7 @@ class DecoderStates:
         begins_N = source_begins(sources, self.device)
         embedded_ND = self.model.embedding(ids_N)
         memory_ND, _ = self.model.encode(ids_N, embedded_ND, packing, tokens, begins_N=begins_N)
-        return GridKeys(list(self.model.decoder_layers()), memory_ND, packing, tokens)
+        return cached_keys(list(self.model.decoder_layers()), memory_ND, packing, tokens)
 
     def begin(self) -> Tensor:
         """Feed the prompt; return the decoder's states for the first token, (B, D)."""
@@ -286,6 +411,7 @@ class DecoderStates:
 
     def blank(self, batch: int, *, positions: int) -> "DecoderStates":
         """Return a decoder with an empty grid, in which :meth:`tensors` of this one have room."""
+        assert isinstance(self.keys, GridKeys)
         # Shares the model; all tensors that steps write are its own.
         new = copy(self)
         new.keys = self.keys.blank(batch, positions=positions)
@@ -294,16 +420,25 @@ class DecoderStates:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that steps read and write."""
+        assert isinstance(self.keys, GridKeys)
         return [self.languages_B2, *self.keys.tensors()]
 
     def reorder(self, beam_BJ: Tensor) -> None:
         """Let the rows of every sentence continue the rows of ``beam_BJ``, in place."""
+        assert isinstance(self.keys, GridKeys)
         own_past_BJP = self.keys.own_past_BJP
         index_BJP = beam_BJ[:, :, None].expand_as(own_past_BJP)
         own_past_BJP.copy_(own_past_BJP.gather(1, index_BJP))
 
+    @property
+    def can_join(self) -> bool:
+        """Whether other sentences can join these: lists grow by rows, a grid does not."""
+        return isinstance(self.keys, ListedKeys)
+
     def join(self, other: "DecoderStates") -> None:
         """Add the sentences of another decoder of the same model, with as many rows each."""
+        assert isinstance(self.keys, ListedKeys)
+        assert isinstance(other.keys, ListedKeys)
         self.keys.join(other.keys)
         self.languages_B2 = torch.cat([self.languages_B2, other.languages_B2])
 

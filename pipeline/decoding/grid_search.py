@@ -130,6 +130,7 @@ class GridSearch:
         # The first step has other shapes: a prompt of several tokens, and one beam per sentence.
         self.first = Search(model, sources, config, eos_id=eos_id)
         """Search that makes the first step."""
+        self.first.extend.reads = False
         self.first.states.joint = grids.joint_parameters(model)
         self.active, self.longest = self.first.active, 1
         self.most_tokens = int(self.first.beams.limit_B.max())

@@ -33,6 +33,7 @@ from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu import can_loop
 from pipeline.languages import meant_code, unknown_language
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
@@ -580,7 +581,7 @@ class Stream:
     It translates as :meth:`Translator.translate` does. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
     batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
-    translates lines at once that are sampled, go through a pivot or do not fit into one search.
+    translates at once what is sampled, goes through a pivot or does not fit into one search.
     """
 
     def __init__(self, translator: Translator) -> None:
@@ -589,7 +590,7 @@ class Stream:
         self._is_joined = (
             config.search == "beam"
             and not (config.banned or config.required or config.pivot)
-            and translator.model.device.type == "cpu"
+            and can_loop(translator.model.positions_TD)
         )
         self._search: Search | GridSearch | None = None
         self._searched: dict[int, _Searched] = {}
@@ -677,7 +678,7 @@ class Stream:
         return source_tokens * config.rows > config.tokens
 
     def _joins(self, jobs: Sequence[Job]) -> bool:
-        """Return whether lines can join the lines that are searched for now."""
+        """Return whether lines can join what is searched for now."""
         is_free = self._is_joined and not any(job.prefix or job.required for job in jobs)
         search = self._search if self._searched else None
         return is_free and (search is None or search.can_be_joined)
@@ -699,7 +700,7 @@ class Stream:
     def _collect(
         self, found: Mapping[int, list[Translation]], searched: dict[int, _Searched]
     ) -> None:
-        """Move found parts from ``searched`` to their lines, and complete lines to the ready."""
+        """Move what is found from ``searched`` to its lines, and complete lines to the ready."""
         if not found:
             return
         done = [searched.pop(index) for index in found]

@@ -7,16 +7,16 @@
   cards. The tests replace the operator by a loop over sentences. A tile of 64 queries of the fused
   kernel visits the keys of its first to its last sentence: short sentences share a tile, and no
   work is spent on padding.
-- :func:`attend_step` and :func:`attend_grid`, of rows of a search to cached keys: a fused kernel,
-  and a compiled loop on CPU.
+- :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
-packed key tokens, X width of a product; R rows of a search, J rows of a
-sentence, D model width.
+packed key tokens, X width of a product; R rows of a search, P cached entries, T entries of a row, D
+model width.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -364,21 +364,39 @@ def attend_step(
     return context_RD
 
 
-def attend_grid(
-    query_RD: Tensor, key_BHSK: Tensor, value_BHSK: Tensor, is_seen_BJS: Tensor
+@dataclass(frozen=True)
+class RowEntries:
+    """Cache entries that every row attends to: a range, or a range of the row's list of entries."""
+
+    start_R: Tensor
+    stop_R: Tensor
+    most: int
+    """Largest number of entries of a row."""
+    entry_RT: Tensor | None = None
+
+    def select(self, row_R: Tensor) -> "RowEntries":
+        """Return the entries of rows that are copies of these."""
+        listed = None if self.entry_RT is None else self.entry_RT[row_R]
+        return RowEntries(self.start_R[row_R], self.stop_R[row_R], self.most, listed)
+
+
+def attend_entries(
+    query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, entries: RowEntries, *, num_heads: int
 ) -> Tensor:
-    """Return the result of :func:`attend_step` in float32 on CPU; nothing is written."""
+    """Return the context of every row, (R, D), over the entries that it attends to; CPU only."""
     from pipeline.kernels import compiled_loops as loops
 
-    sentences, heads, entries, width = key_BHSK.shape
-    rows, context_RD = len(query_RD) // sentences, query_RD.new_empty(query_RD.shape)
-    flat = query_RD.contiguous(), context_RD
-    query, context = (x_RD.view(-1, heads, width).numpy() for x_RD in flat)
-    grids = key_BHSK, value_BHSK, is_seen_BJS
-    key, value, is_seen = (grid.contiguous().numpy() for grid in grids)
+    rows, width = query_RD.shape
+    context_RD = query_RD.new_empty(rows, width, dtype=torch.float32)
+    heads = -1, num_heads, width // num_heads
+    # numba has no bfloat16, so caches hold float32, and only the queries are converted here.
+    given = query_RD.contiguous(), key_PD, value_PD, context_RD
+    query, key, value, context = (x.detach().float().view(heads).numpy() for x in given)
+    listed = None if entries.entry_RT is None else entries.entry_RT.numpy()
+    start, stop = entries.start_R.numpy(), entries.stop_R.numpy()
 
     def attend(first: int, last: int) -> None:
-        loops.attend_grid(query, key, value, is_seen, rows, first, last, context)
+        loops.attend_entries(query, key, value, listed, start, stop, first, last, context)
 
-    over_rows(attend, len(query_RD), cost_of_row=2 * entries * heads * width * LOOP_COST)
-    return context_RD
+    over_rows(attend, rows, cost_of_row=2 * entries.most * width * LOOP_COST)
+    return context_RD.to(query_RD.dtype)

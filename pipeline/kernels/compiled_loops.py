@@ -1,16 +1,17 @@
 """Loops compiled by numba, which run on the CPU.
 
-- Over places of dropout, and over entries that the rows of a search see. In PyTorch, these are many
-  operators on few numbers, or operators that also read other entries. Other devices run the same
-  steps as operators, next to the call of the loop.
+- Over rows of a search, and over places of dropout. In PyTorch, these are many operators on few
+  numbers, and calling an operator takes longer than its work. Other devices run the same steps as
+  operators, next to the call of each loop.
 - Over sentences, to plan and assemble batches, and over their n-grams. A window has millions of
   sentences, and a micro-batch hundreds. numpy would make one pass and one temporary array per
   operator, and Python would take longer than the model. The loops release the interpreter's lock:
   a thread can prepare batches ahead of training.
 
-Legend: N tokens or sentences, X places of a token; of a search R rows, H heads, K head width, B
-sentences, J rows of each, S entries, T entries that a row sees; of batches R rounds, P pairs, B
-sentences; of n-grams T texts, K counts; an axis of 2: the sides of a pair, or source and target.
+Legend: N tokens or sentences, X places of a token; of a search R rows, H heads, K head width, P
+entries, T entries of a row, V vocabulary, C candidates, B blocks of logits; of batches R rounds, P
+pairs, B sentences; of n-grams T texts, K counts; an axis of 2: the sides of a pair, or source and
+target.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,8 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 States = npt.NDArray[np.float32]
+BLOCK = 32
+"""Number of logits with one maximum, which decides if they are searched; most blocks are not."""
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
@@ -44,49 +47,101 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
 
 
 @compiled(fastmath={"reassoc", "contract"})
-def attend_grid(
+def attend_entries(
     query_RHK: States,
-    key_BHSK: States,
-    value_BHSK: States,
-    is_seen_BJS: Flags,
-    rows: int,
+    key_PHK: States,
+    value_PHK: States,
+    entry_RT: Integers | None,
+    start_R: Integers,
+    stop_R: Integers,
     first: int,
     last: int,
     context_RHK: States,
 ) -> None:
     """Compute softmax(q kᵀ / sqrt(K)) v of rows ``first`` to ``last`` (exclusive), head by head.
 
-    Every sentence has ``rows`` rows; a row attends to the entries of its sentence that it sees.
+    A row attends to positions ``start_R`` to ``stop_R`` of its list in a table or, without a table,
+    to entries ``start_R`` to ``stop_R``.
     """
-    _, num_heads, entries, width = key_BHSK.shape
+    num_heads, width = key_PHK.shape[1:]
     scale = np.float32(1) / np.sqrt(np.float32(width))
-    place_T, weight_T = np.empty(entries, np.int64), np.empty(entries, np.float32)
-    total_K = np.empty(width, np.float32)
+    longest = 1
     for row in range(first, last):
-        b, count = row // rows, 0
-        is_seen_S = is_seen_BJS[b, row % rows % is_seen_BJS.shape[1]]
-        for s in range(entries):
-            if is_seen_S[s]:
-                place_T[count] = s
-                count += 1
-        for h in range(num_heads):
-            query_K, peak, normalizer = query_RHK[row, h], np.float32(-np.inf), np.float32(0)
-            for t in range(count):
-                key_K, score = key_BHSK[b, h, place_T[t]], np.float32(0)
+        longest = max(longest, stop_R[row] - start_R[row])
+    weight_HT = np.empty((num_heads, longest), np.float32)
+    total_HK = np.empty((num_heads, width), np.float32)
+    for row in range(first, last):
+        start = start_R[row]
+        count = stop_R[row] - start
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                query_K, key_K, score = query_RHK[row, h], key_PHK[entry, h], np.float32(0)
                 for k in range(width):
                     score += query_K[k] * key_K[k]
-                weight_T[t] = score * scale
+                weight_HT[h, t] = score * scale
+        for h in range(num_heads):
+            weight_T = weight_HT[h, :count]
+            peak = weight_T[0]
+            for t in range(1, count):
                 peak = max(peak, weight_T[t])
+            normalizer = np.float32(0)
             for t in range(count):
                 weight_T[t] = np.exp(weight_T[t] - peak)
                 normalizer += weight_T[t]
             share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
-            total_K[:] = 0
             for t in range(count):
-                weight, value_K = weight_T[t] * share, value_BHSK[b, h, place_T[t]]
+                weight_T[t] *= share
+        total_HK[:] = 0
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                weight, total_K, value_K = weight_HT[h, t], total_HK[h], value_PHK[entry, h]
                 for k in range(width):
                     total_K[k] += weight * value_K[k]
-            context_RHK[row, h] = total_K
+        context_RHK[row] = total_HK
+
+
+@numba.njit(inline="always")
+def insert(value: Any, token: int, best_C: States, token_C: Integers) -> None:
+    """Insert a value above the last into values in descending order, after its equals."""
+    place = len(best_C) - 1
+    while place > 0 and value > best_C[place - 1]:
+        best_C[place], token_C[place] = best_C[place - 1], token_C[place - 1]
+        place -= 1
+    best_C[place], token_C[place] = value, token
+
+
+@compiled()
+def best_tokens(
+    logits_RV: States, first: int, last: int, best_RC: States, token_RC: Integers
+) -> None:
+    """Fill in the C largest logits of rows ``first`` to ``last`` (exclusive), and their tokens.
+
+    They are in descending order; of equal logits, the first token comes first. NaN is skipped; if
+    fewer than C logits are above -inf, the rest is -inf and token 0. Only the blocks with the C
+    largest maxima are searched, which contain all results.
+    """
+    size, lowest = logits_RV.shape[1], np.float32(-np.inf)
+    peak_B = np.empty(-(-size // BLOCK), np.float32)
+    for row in range(first, last):
+        logit_V, best_C, token_C = logits_RV[row], best_RC[row], token_RC[row]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            block, peak = logit_V[b * BLOCK : (b + 1) * BLOCK], lowest
+            for v in range(len(block)):
+                peak = block[v] if block[v] > peak else peak
+            peak_B[b] = peak
+            if peak > best_C[-1]:
+                insert(peak, 0, best_C, token_C)
+        bar = best_C[-1]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            if peak_B[b] >= bar:
+                block = logit_V[b * BLOCK : (b + 1) * BLOCK]
+                for v in range(len(block)):
+                    if block[v] >= bar and block[v] > best_C[-1]:
+                        insert(block[v], b * BLOCK + v, best_C, token_C)
 
 
 @compiled()

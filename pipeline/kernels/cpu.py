@@ -33,9 +33,14 @@ def has_bfloat16_products() -> bool:
     )
 
 
+class _Loops:
+    """Use of compiled loops in this process."""
+
+    are_spared = False
+
+
 WORTH_OTHER_THREADS = 2**25
 """Number of multiply-adds from which waking other threads pays, as measured."""
-
 
 LOOP_COST = 8
 """Cost of a multiply-add in a search's loop, in multiply-adds of a matrix product."""
@@ -133,13 +138,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
 
 
-class _Loops:
-    are_spared = False
-
-
 @contextmanager
 def sparing_loops() -> Iterator[None]:
-    """Search by operators instead of compiled loops.
+    """Compute by operators instead of compiled loops, without gradients.
 
     Loading the loops takes half a second, and compiling them on the first use of an installation
     ten: more than the loops save on a few sentences.
@@ -151,6 +152,11 @@ def sparing_loops() -> Iterator[None]:
         _Loops.are_spared = before
 
 
-def can_loop(x: Tensor) -> bool:
-    """Return whether compiled loops serve a search with states like ``x``."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not _Loops.are_spared
+def uses_loops(x: Tensor) -> bool:
+    """Return whether compiled loops serve the device of a tensor."""
+    return x.device.type == "cpu" and not _Loops.are_spared
+
+
+def can_loop(x_ND: Tensor) -> bool:
+    """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
+    return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)

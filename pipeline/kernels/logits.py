@@ -3,7 +3,8 @@
 - :func:`summed_cross_entropy` and :func:`summed_divergence` process a chunk of rows at a time and
   compute their gradients in the forward pass. Their operators for devices other than the CPU have
   been counted on the meta device and tested on CPU.
-- :func:`fused_best_tokens` finds the best tokens of a step of a search where fused kernels run.
+- :func:`best_tokens` serves a step of a search: by a compiled loop on CPU, else by PyTorch's
+  operators. :func:`fused_best_tokens` serves it where fused kernels run.
 
 Legend: L labels, V vocabulary, C rows of a chunk; R rows of a search, and there C candidates.
 """
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 
 CACHED_ROWS = 16
@@ -234,9 +236,7 @@ def finds_best_at_once(logits_RV: Tensor, width: int) -> bool:
 def fused_best_tokens(
     logits_RV: Tensor, width: int, *, excluded: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest logits of rows without a column, their tokens, and log Σ e^x of rows.
-
-    The logits and tokens are (R, C), best first.
+    """Return the result of :func:`best_tokens` without a column, and log Σ e^x of every row.
 
     A GPU takes two kernels for both (:func:`~pipeline.kernels.launching.is_fused`): one for parts
     of rows, one for their results.
@@ -256,3 +256,21 @@ def fused_best_tokens(
     results = best_RC, token_RC, normalizer_R
     launch("best_of_rows", (rows,), *of_parts, *results, parts, WIDTH=width, **blocks)
     return best_RC, token_RC, normalizer_R
+
+
+def best_tokens(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the ``width`` largest logits of every row and their tokens, (R, C), best first."""
+    if not can_loop(logits_RV) or logits_RV.dtype != torch.float32:
+        best_RC, token_RC = logits_RV.topk(width, dim=1)
+        return best_RC, token_RC
+    from pipeline.kernels import compiled_loops as loops
+
+    best_RC = logits_RV.new_empty(len(logits_RV), width)
+    token_RC = torch.empty(best_RC.shape, dtype=torch.int64)
+    logits, best, token = logits_RV.contiguous().numpy(), best_RC.numpy(), token_RC.numpy()
+
+    def find(first: int, last: int) -> None:
+        loops.best_tokens(logits, first, last, best, token)
+
+    over_rows(find, len(best_RC), cost_of_row=logits_RV.shape[1] * LOOP_COST)
+    return best_RC, token_RC

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.cpu import over_rows
+from pipeline.kernels.cpu import over_rows, uses_loops
 
 SITE_STEP = 256
 """Distance between two sites. Attention adds the number of its head to its site."""
@@ -134,7 +134,7 @@ def normal(noise: Noise, site: int, *, columns: int) -> Tensor:
 
 def keep(noise: Noise, site: int, columns: int, rate: float) -> Tensor:
     """Return a mask of (N, X) that is False at ``rate`` of the places."""
-    if noise.seed_N.device.type != "cpu":
+    if not uses_loops(noise.seed_N):
         return _bits(noise, site, columns) >= threshold(rate)
     from pipeline.kernels import compiled_loops as loops
 

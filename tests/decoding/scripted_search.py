@@ -56,6 +56,8 @@ class ScriptedModel:
 class ScriptedStates:
     """Stands for :class:`DecoderStates`, on a grid of hashes."""
 
+    can_join = False
+
     def __init__(self, model: ScriptedModel, sources: Sequence[Source], *, route: str) -> None:
         del route
         self.model, self.device = model, model.device

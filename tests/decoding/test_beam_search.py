@@ -31,7 +31,9 @@ from support.tiny_models import (
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
+from pipeline.decoding import cached_keys
 from pipeline.decoding.beam_search import Search, beam_search_n_best
+from pipeline.decoding.cached_keys import ListedKeys
 from pipeline.decoding.hypotheses import Source, Translation, max_target_length
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
@@ -156,7 +158,8 @@ def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
             assert search.can_be_joined
             shift = search.join(late)
             found |= {shift + index: of for index, of in done.items()} | search.step()
-            entries.append(search.states.keys.taken)
+            assert isinstance(search.states.keys, ListedKeys)
+            entries.append(search.states.keys.made)
         while search.active:
             found |= search.step()
     assert max(len(of[0].tokens) for of in together) > 9
@@ -166,10 +169,12 @@ def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
     assert entries[-1] < 24 * 4 * 9 / 2  # those that nothing reads any more are dropped
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+@pytest.mark.parametrize(("kind", "grid"), [("dense", False), ("dense", True), ("moe-lgr", True)])
 def test_sentences_that_are_dropped_leave_the_caches_and_the_others_as_they_are(
-    kind: Kind,
+    kind: Kind, grid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if grid:
+        monkeypatch.setattr(cached_keys, "can_loop", lambda _: False)
     model = model_of(kind)
     examples = random_examples(model.spec, sentences=12, seed=4, shortest=1, longest=20)
     config = DecodingConfig(beam_size=4, n_best=2)

@@ -36,6 +36,7 @@ from pipeline.kernels.attention import (
     can_attend_step,
     sliced,
 )
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
 from pipeline.kernels.logits import finds_best_at_once, fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
@@ -468,7 +469,7 @@ def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
     with fused_kernels_off():
         expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
     for _ in range(1 if moe else 2):  # a second time on the grids of the first
-        with torch.inference_mode():
+        with torch.inference_mode(), sparing_loops():
             search = grid_search.GridSearch(model, sources, config, eos_id=EOS_ID, grids=grids)
             found = search.run()
         for ours, theirs in zip(found, expected, strict=True):

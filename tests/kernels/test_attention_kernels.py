@@ -14,8 +14,9 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels import attention as kernel
 from pipeline.kernels import cpu
 from pipeline.kernels.attention import (
+    RowEntries,
     attend,
-    attend_grid,
+    attend_entries,
     attention_mask,
     can_attend_packed,
 )
@@ -23,6 +24,9 @@ from pipeline.kernels.launching import fused_kernels_off
 from pipeline.kernels.noise import Dropout, Noise, weight_dropout
 from pipeline.model import attention as model
 from pipeline.model.attention import Attention, Projected
+
+LISTED = torch.tensor([[4, 0, 2, 2], [1, 5, 3, 0], [0, 0, 0, 0]])
+
 
 Kernel = Callable[[bool], None]
 
@@ -298,20 +302,43 @@ def test_the_padded_forms_mask_is_made_once_for_all_layers_and_adds_numbers_on_a
     assert half.dtype == torch.bfloat16
 
 
+def attended(query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, listed: list[list[int]]) -> Tensor:
+    """Row by row, two heads, in double precision."""
+    rows = []
+    for query_D, entries in zip(query_RD.double(), listed, strict=True):
+        states = query_D[None], key_PD[entries].double(), value_PD[entries].double()
+        query, key, value = (x_TD.unflatten(1, (2, -1)).transpose(0, 1) for x_TD in states)
+        rows.append(F.scaled_dot_product_attention(query, key, value).flatten())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("is_own", [True, False])
-def test_rows_of_a_search_attend_to_the_entries_that_they_see(
-    is_own: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_rows_attend_to_their_entries_and_to_no_others(
+    threads: int, is_listed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    query, key, value = random_heads(batch=3, length=4, keys=6, seed=7)
-    allowed = torch.rand(3, 4 if is_own else 1, 6) > 0.4
-    allowed[:, :, 1] = True
-    value[0, :, 5] = torch.nan
-    allowed[0, :, 5] = False
-    query_RD = query.transpose(1, 2).flatten(0, 1).flatten(1)
-    found_RD = attend_grid(query_RD, key, value, allowed)
-    expected = brute_force(query, key, value, allowed[:, None].expand(3, 2, 4, 6))
-    expected_RD = expected.transpose(1, 2).flatten(0, 1).flatten(1)
-    torch.testing.assert_close(found_RD.double(), expected_RD, rtol=0, atol=1e-6)
+    torch.manual_seed(1)
+    query_RD, key_PD, value_PD = (torch.randn(n, 10).to(dtype) for n in (3, 6, 6))
+    start_R, stop_R = torch.tensor([0, 1, 2]), torch.tensor([4, 3, 3])
+    spans = [range(*span) for span in zip(start_R.tolist(), stop_R.tolist(), strict=True)]
+    listed = [
+        LISTED[row, list(span)].tolist() if is_listed else list(span)
+        for row, span in enumerate(spans)
+    ]
+    entries = RowEntries(start_R, stop_R, 4, LISTED if is_listed else None)
+    found_RD = attend_entries(query_RD, key_PD, value_PD, entries, num_heads=2)
+    expected_RD = attended(query_RD, key_PD, value_PD, listed)
+    accuracy = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found_RD.double(), expected_RD, rtol=accuracy, atol=accuracy)
+
+
+def test_what_is_no_number_is_none_in_the_context_of_its_row_alone() -> None:
+    query_RD, key_PD = torch.ones(2, 4), torch.ones(3, 4)
+    query_RD[0, 0] = torch.nan
+    entries = RowEntries(torch.tensor([0, 0]), torch.tensor([3, 3]), 3)
+    found_RD = attend_entries(query_RD, key_PD, key_PD, entries, num_heads=1)
+    assert found_RD[0].isnan().all()
+    assert torch.equal(found_RD[1], torch.ones(4))

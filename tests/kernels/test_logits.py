@@ -8,6 +8,7 @@ from torch import Tensor
 from pipeline.kernels import logits
 from pipeline.kernels.logits import (
     DEVICE_CHUNKS,
+    best_tokens,
     rows_at_a_time,
     summed_cross_entropy,
     summed_divergence,
@@ -121,3 +122,17 @@ def test_probabilities_that_vanish_in_float32_have_a_divergence() -> None:
     found = summed_divergence(first, second, is_symmetric=True)
     assert float(found.detach()) == 1000
     assert all(one.isfinite().all() for one in torch.autograd.grad(found, [first, second]))
+
+
+@pytest.mark.parametrize("size", [7, 32, 33, 64, 1000])
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_the_best_tokens_are_those_of_a_stable_sort(width: int, size: int) -> None:
+    torch.manual_seed(size)
+    logits_RV = torch.randint(0, 40, (50, size)).float()  # many are equal
+    logits_RV[:, ::3] = -torch.inf
+    best_RC, token_RC = best_tokens(logits_RV, width)
+    sorted_RV, order_RV = logits_RV.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(best_RC, sorted_RV[:, :width])
+    is_there = best_RC.isfinite()
+    assert torch.equal(token_RC[is_there], order_RV[:, :width][is_there])
+    assert not token_RC[~is_there].any()

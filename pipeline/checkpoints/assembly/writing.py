@@ -50,6 +50,7 @@ from pipeline.checkpoints.weights import (
     tensor_bytes,
 )
 from pipeline.distributed.process import track
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.placement import combine, gather
 from pipeline.model.building import shape_of_model
@@ -303,10 +304,11 @@ def check_function(plan: AssemblyPlan, tensors: Tensors) -> Divergence | None:
         return None
     old_ids, new_ids = (list(side) for side in zip(*ids, strict=True))
     reference_spec = plan.sources["decoder"].spec
-    batch = fixed_batch(old, old_ids, reference_spec, targets=targets)
-    before_LV = StreamedModel.of_sources(plan).logits(batch)
-    batch = fixed_batch(new, new_ids, plan.spec, targets=targets)
-    after_LV = StreamedModel(plan.spec, dict.fromkeys(PARTS, tensors)).logits(batch)
+    with sparing_loops():
+        batch = fixed_batch(old, old_ids, reference_spec, targets=targets)
+        before_LV = StreamedModel.of_sources(plan).logits(batch)
+        batch = fixed_batch(new, new_ids, plan.spec, targets=targets)
+        after_LV = StreamedModel(plan.spec, dict.fromkeys(PARTS, tensors)).logits(batch)
     old_outputs, new_outputs = (torch.tensor(side) for side in zip(*outputs, strict=True))
     return compare(before_LV[:, old_outputs], after_LV[:, new_outputs])
 
