@@ -148,20 +148,8 @@ class CoreRecipe(Settings):
 
         A stored model of such a shape can still be used.
         """
-        model, moe = self.model, self.model.moe
-        if moe is None:
-            return self
-        if moe.every > max(model.encoder_layers, model.decoder_layers):
-            raise ValueError(
-                f"model.moe.every {moe.every} exceeds the numbers of layers, so that no layer "
-                "would have experts. Lower it, or leave [model.moe] out"
-            )
-        if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
-            raise ValueError(
-                "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
-                "always 1, and the router learns nothing from the translations. Set it to "
-                '"probability", or top_k to 2'
-            )
+        if problem := self.model.untrainable_experts(section="model.moe"):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

@@ -33,6 +33,7 @@ from pipeline.decoding.constraints import (
 from pipeline.decoding.hypotheses import (
     Source,
     Translation,
+    counted_length,
     length_limit,
     not_numbers,
     stopping_rule,
@@ -283,7 +284,7 @@ class BeamStep:
         return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
 
     def _normalized(self, beams: Beams, score_BX: Tensor) -> Tensor:
-        counted_B = self.rule.counted_length(beams.length_B, prompt_length=self.prompt_length)
+        counted_B = counted_length(self.rule, beams.length_B, prompt_length=self.prompt_length)
         return score_BX.double() / counted_B.double().pow(self.penalty)[:, None]
 
     def _collect(

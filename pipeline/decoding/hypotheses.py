@@ -12,7 +12,7 @@ width, L predicted tokens, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,7 @@ class Translation:
     score: float
 
 
+@runtime_checkable
 class StoppingRule(Protocol):
     """Decide when a sentence is done and which length divides a score."""
 
@@ -121,7 +122,17 @@ class HuggingFaceRule:
 
 
 def stopping_rule(config: DecodingConfig) -> StoppingRule:
-    """Return the stopping rule of a recipe."""
+    """Return the stopping rule of a recipe; ConfigError if its case makes none."""
+    rule: object = _configured_rule(config)
+    if isinstance(rule, type) or not isinstance(rule, StoppingRule):
+        raise ConfigError(
+            f"stopping_rule has no case for {config.stopping!r} that returns an object with "
+            "forces_end_at_limit, counted_length and is_done. Add it."
+        )
+    return rule
+
+
+def _configured_rule(config: DecodingConfig) -> StoppingRule:
     match config.stopping:
         case "fairseq":
             return FairseqRule()
@@ -129,6 +140,26 @@ def stopping_rule(config: DecodingConfig) -> StoppingRule:
             return HuggingFaceRule()
         case unknown:
             raise without_case("stopping_rule", unknown)
+
+
+def counted_length(rule: StoppingRule, length: Number, *, prompt_length: int) -> Number:
+    """Return the rule's :meth:`~StoppingRule.counted_length`.
+
+    Raises:
+        ConfigError: it is not as ``length``, a number or a tensor of one per sentence.
+    """
+    found = rule.counted_length(length, prompt_length=prompt_length)
+    if isinstance(length, Tensor):
+        fits = isinstance(found, Tensor) and found.shape == length.shape
+    else:
+        fits = isinstance(found, int | float) and found > 0
+    if not fits:
+        wanted = "a tensor, one per sentence" if isinstance(length, Tensor) else "a number above 0"
+        raise ConfigError(
+            f"counted_length of {type(rule).__name__} returned a {type(found).__name__} for "
+            f"lengths of which it is to make {wanted}. Correct it."
+        )
+    return found
 
 
 def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: int) -> int:

@@ -22,6 +22,7 @@ from pipeline.decoding.constraints import Restrictions, force_end
 from pipeline.decoding.hypotheses import (
     Source,
     Translation,
+    counted_length,
     length_limit,
     not_numbers,
     stopping_rule,
@@ -135,7 +136,7 @@ class Sampler:
         """Record the samples that end here; tokens that their rows draw later are ignored."""
         at_limit_B = torch.tensor(self._at_limit(length), device=token_BJ.device)
         ends_BJ = (token_BJ == self.eos_id) | at_limit_B[:, None]
-        counted = self.rule.counted_length(length, prompt_length=self.states.prompt_length)
+        counted = counted_length(self.rule, length, prompt_length=self.states.prompt_length)
         for row, number in ends_BJ.nonzero().tolist():
             found = self.found[self.active[row]]
             if number in found:

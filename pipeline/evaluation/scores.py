@@ -237,23 +237,31 @@ class Score(ABC):
         """Return :meth:`line_statistics`; ConfigError if they are not a row per line."""
         found, count = self.line_statistics(lines), len(lines.hypotheses)
         rows = getattr(found, "rows", None)
-        if not isinstance(rows, np.ndarray) or len(rows) != count:
+        if (
+            not (isinstance(rows, np.ndarray) and rows.dtype.kind in "biuf")
+            or len(rows) != count
+            or not np.isfinite(rows).all()
+        ):
             raise ConfigError(
                 f"line_statistics of {type(self).__name__} returned no LineStatistics with an "
-                f"array of {counted(count, 'row')}, one per line. Correct it."
+                f"array of finite numbers in {counted(count, 'row')}, one per line. Correct it."
             )
         return found
 
     def of_corpus(self, rows: Rows) -> float:
         """Return the score of all lines together; ConfigError if it is no number."""
         sums = rows.reshape(len(rows), -1).sum(axis=0, dtype=np.float64)
-        score = self.of_sums(sums[None], lines=len(rows))
-        if np.shape(score) != (1,) or not np.isfinite(score[0]):
+        return float(self.of_draws(sums[None], lines=len(rows))[0])
+
+    def of_draws(self, sums: Floats, *, lines: LineCount) -> Floats:
+        """Return :meth:`of_sums`; ConfigError if it is not a number per draw."""
+        scores = self.of_sums(sums, lines=lines)
+        if np.shape(scores) != (len(sums),) or not np.isfinite(scores).all():
             raise ConfigError(
                 f"of_sums of {type(self).__name__} returned no finite number per row of sums. "
                 "Correct it."
             )
-        return float(score[0])
+        return scores
 
     def caveats(self) -> list[str]:
         """Return warnings for the report."""

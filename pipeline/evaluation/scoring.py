@@ -29,6 +29,7 @@ from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.language_detector import LanguageAccuracy
 from pipeline.evaluation.scores import (
+    Column,
     Comparison,
     DirectionProfile,
     DirectionScores,
@@ -163,7 +164,12 @@ class _Scoring:
         found: dict[ScoreName, Score] = {}
         columns = {"comet": "comet"} if "comet" in names else {}
         for name in sorted(names, key=lambda name: name == "comet"):  # its model takes long
-            found[name] = score = self._score(name)
+            score: object = self._score(name)
+            if not (isinstance(score, Score) and isinstance(getattr(score, "column", 0), Column)):
+                raise ConfigError(
+                    f"_score has no case for {name!r} that returns a Score with a Column. Add it."
+                )
+            found[name] = score
             other = columns.setdefault(score.column.name, name)
             if other != name:
                 raise ConfigError(

@@ -196,7 +196,7 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
     parts = iter(np.split(np.concatenate(sums_of_blocks), ends, axis=1))
     return {
         score.column.name: np.stack(
-            [score.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
+            [score.of_draws(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
         for score in measured
     }

@@ -57,10 +57,10 @@ def initialize(
     generator = named_generator("initialize", seed, name)
     if isinstance(owner, InitializesItself):
         made = owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
-        if getattr(made, "shape", None) != shape:
+        if not (isinstance(made, Tensor) and made.shape == shape and made.isfinite().all()):
             raise ConfigError(
-                f"initial_value of {type(owner).__name__} returned no tensor of the shape "
-                f"{tuple(shape)} for {name}. Correct it."
+                f"initial_value of {type(owner).__name__} returned no tensor of finite numbers of "
+                f"the shape {tuple(shape)} for {name}. Correct it."
             )
         return made
     width = spec.model.width

@@ -175,6 +175,27 @@ class ModelConfig(Settings):
         """The settings of the front end and, if there are any, of the language modules."""
         return (self.front, *([] if self.language_modules is None else [self.language_modules]))
 
+    def untrainable_experts(self, *, section: str) -> str:
+        """Return why experts of such settings cannot be trained; empty if they can.
+
+        ``section`` is the name of their section for the user.
+        """
+        moe = self.moe
+        if moe is None:
+            return ""
+        if moe.every > max(self.encoder_layers, self.decoder_layers):
+            return (
+                f"{section}.every {moe.every} exceeds the numbers of layers, so that no layer "
+                f"would have experts. Lower it, or leave [{section}] out"
+            )
+        if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
+            return (
+                f"{section}.combine_weights is renormalized with top_k 1: the one weight is then "
+                "always 1, and the router learns nothing from the translations. Set it to "
+                '"probability", or top_k to 2'
+            )
+        return ""
+
     @property
     def has_shared_route(self) -> bool:
         """Return whether the model has a shared route in addition to the language-specific one."""

@@ -122,9 +122,12 @@ def checked(terms: LossTerms, objective: str, *, layers: int) -> LossTerms:
                 f"{'differentiable ' if name == 'objective' else ''}tensor without dimensions. "
                 "Return LossTerms, for example of loss_terms."
             )
-    if len(terms.routing) != layers:
+    routing: Any = terms.routing
+    records = routing if isinstance(routing, tuple | list) else ()
+    found = sum(isinstance(one, RoutingRecord) for one in records)
+    if not found == len(records) == layers:
         raise ConfigError(
-            f"The loss {objective!r} returned routing of {counted(len(terms.routing), 'layer')}, "
+            f"The loss {objective!r} returned routing of {counted(found, 'layer')}, "
             f"where the model has {counted(layers, 'MoE layer')}. Return output.routing."
         )
     return terms

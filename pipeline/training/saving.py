@@ -164,7 +164,9 @@ def judge(position: Position, perplexity: float) -> tuple[Position, bool]:
     """
     position = replace(position, validated=position.update)
     best, best_update = position.best_perplexity, position.best_update
-    if best is None or best_update is None or perplexity < best:
+    # What is no number is higher than any number.
+    is_first_number = best is not None and math.isnan(best) and not math.isnan(perplexity)
+    if best is None or best_update is None or is_first_number or perplexity < best:
         improved = replace(
             position,
             best_perplexity=perplexity,

@@ -34,7 +34,14 @@ from pipeline.batching.batch import Example, collate
 from pipeline.decoding import cached_keys
 from pipeline.decoding.beam_search import Search, beam_search_n_best
 from pipeline.decoding.cached_keys import ListedKeys
-from pipeline.decoding.hypotheses import Source, Translation, max_target_length
+from pipeline.decoding.hypotheses import (
+    HuggingFaceRule,
+    Source,
+    Translation,
+    max_target_length,
+    stopping_rule,
+)
+from pipeline.decoding.sampling import sample
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.transformer import Transformer
@@ -389,6 +396,35 @@ def test_a_stopping_rule_that_decides_nothing_is_named(
     sources = [source_of(one) for one in random_examples(model.spec, sentences=3, seed=1)]
     with pytest.raises(ConfigError, match="is_done of FairseqRule returned a"):
         beam_search_n_best(model, sources, DecodingConfig(beam_size=2), eos_id=EOS_ID)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "result"),
+    [(False, None), (False, 1), (False, torch.ones(7)), (True, "5"), (True, 0), (True, None)],
+    ids=str,
+)
+def test_a_stopping_rule_that_counts_no_length_is_named(
+    sampling: bool, result: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = "pipeline.decoding.hypotheses.FairseqRule.counted_length"
+    monkeypatch.setattr(rule, lambda *_, **__: result)
+    model = model_of("dense")
+    sources = [source_of(one) for one in random_examples(model.spec, sentences=3, seed=1)]
+    config = DecodingConfig(beam_size=2, max_length_ratio=0.0, max_extra_length=3)
+    with pytest.raises(ConfigError, match="counted_length of FairseqRule returned a"):
+        if sampling:
+            sample(model, sources, config.model_copy(update={"search": "sampling"}), eos_id=EOS_ID)
+        else:
+            beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+
+
+@pytest.mark.parametrize("made", [lambda: None, lambda: HuggingFaceRule])
+def test_a_case_that_makes_no_stopping_rule_is_named(
+    made: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.decoding.hypotheses.FairseqRule", made)
+    with pytest.raises(ConfigError, match="no case for 'fairseq' that returns an object with"):
+        stopping_rule(DecodingConfig())
 
 
 def strip(tokens: list[int]) -> tuple[int, ...]:

@@ -138,11 +138,13 @@ class OddScore(Score):
     [
         *(None, np.ones((2, 1)), LineStatistics(np.ones((1, 1)))),
         LineStatistics([[1], [2]]),  # type: ignore[arg-type]
+        LineStatistics(np.array([["1"], ["2"]])),
+        LineStatistics(np.array([[1.0], [np.nan]])),
     ],
 )
 def test_a_score_without_statistics_of_every_line_is_named(statistics: object) -> None:
     lines = TranslatedLines(Direction("de", "en"), ["a", "b"], ["a", "b"], [])
-    with pytest.raises(ConfigError, match=r"OddScore returned no LineStatistics .* of 2 rows"):
+    with pytest.raises(ConfigError, match=r"OddScore returned no LineStatistics .* in 2 rows"):
         OddScore(statistics).checked_statistics(lines)
 
 
@@ -150,3 +152,10 @@ def test_a_score_without_statistics_of_every_line_is_named(statistics: object) -
 def test_a_score_that_is_no_number_is_named(sums: object) -> None:
     with pytest.raises(ConfigError, match="of_sums of OddScore returned no finite number"):
         OddScore(sums=sums).of_corpus(np.ones((2, 1)))
+
+
+@pytest.mark.parametrize("sums", [np.ones(1), np.array([1.0, 2.0, np.inf])])
+def test_a_score_that_is_not_a_number_per_draw_is_named(sums: object) -> None:
+    """One number for all draws would make every interval a point."""
+    with pytest.raises(ConfigError, match="of_sums of OddScore returned no finite number"):
+        OddScore(sums=sums).of_draws(np.ones((3, 1)), lines=2)

@@ -3,6 +3,7 @@
 import math
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from support.stored_checkpoints import weights_of as values
@@ -191,10 +192,12 @@ def test_a_parameter_that_no_rule_covers_is_named_with_what_to_do() -> None:
         initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1)
 
 
-@pytest.mark.parametrize("made", [None, torch.zeros(3)])
-def test_an_initial_value_of_another_shape_is_named(made: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    "made", [None, torch.zeros(3), np.zeros(16), torch.full((16,), torch.nan)], ids=type
+)
+def test_an_initial_value_that_is_none_is_named(made: object) -> None:
     owner = nn.Module()
     owner.initial_value = lambda *_, **__: made  # type: ignore[assignment]
-    told = r"initial_value of Module returned no tensor of the shape \(16,\) for front\.factor"
+    told = r"of Module returned no tensor of finite numbers .* \(16,\) for front\.factor"
     with pytest.raises(ConfigError, match=told):
         initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1, owner=owner)

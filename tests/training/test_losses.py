@@ -114,6 +114,8 @@ def test_an_objective_without_a_case_is_no_loss_of_none(name: str) -> None:
         (lambda terms: replace(terms, objective=terms.objective.expand(3)), "objective is no diff"),
         (lambda terms: replace(terms, cross_entropy=2.5), "a LossTerms in which cross_entropy"),
         (lambda terms: replace(terms, routing=()), "routing of 0 layers, where the model has 2"),
+        (lambda terms: replace(terms, routing=iter(terms.routing)), "routing of 0 layers, where"),
+        (lambda terms: replace(terms, routing=(None, None)), "routing of 0 layers, where"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_named(

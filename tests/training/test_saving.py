@@ -1,8 +1,10 @@
 """Saving and publishing without training: what is due, who writes what, and what stays."""
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +27,7 @@ from pipeline.model.parameters import NamedSlice
 from pipeline.model.spec import make_spec
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import Quarantine, RunDirectory
-from pipeline.training.saving import Publishing, Resumed, Saving, ValidationResult
+from pipeline.training.saving import Publishing, Resumed, Saving, ValidationResult, judge
 from pipeline.training.task import Task
 
 SPEC = make_spec(
@@ -281,3 +283,16 @@ def test_a_published_run_leaves_what_the_recipe_keeps(
     if left is not None:
         folders = {name for name in names_in(directory) if (directory / name).is_dir()}
         assert folders == left
+
+
+@pytest.mark.parametrize(
+    ("found", "best_update"), [((math.nan, 5.0, 6.0), 2), ((math.nan, math.nan), 1), ((5.0,), 1)]
+)
+def test_a_perplexity_that_is_no_number_is_beaten_by_any_number(
+    found: tuple[float, ...], best_update: int
+) -> None:
+    position = Position()
+    for update, perplexity in enumerate(found, start=1):
+        position, _ = judge(replace(position, update=update), perplexity)
+    assert position.best_update == best_update
+    assert position.validations_since_best == len(found) - best_update

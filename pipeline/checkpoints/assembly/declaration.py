@@ -193,13 +193,16 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
         )
     moe = assembly.experts or next(iter(experts), None)
     try:
-        return ModelConfig.model_validate(
+        model = ModelConfig.model_validate(
             {**settings, "moe": moe and moe.model_dump(), **assembly.model}
         )
     except ValidationError as error:
         raise ConfigError(
             f"The model that is declared: {describe_validation(error, ModelConfig)}"
         ) from error
+    if assembly.experts and (problem := model.untrainable_experts(section="experts")):
+        raise ConfigError(f"The model that is declared: {problem}.")
+    return model
 
 
 def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> None:

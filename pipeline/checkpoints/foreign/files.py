@@ -33,6 +33,8 @@ from pipeline.errors import CheckpointError
 from pipeline.model.settings import ModelConfig
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""Settings of an adapter such as LoRA, as peft writes them."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -186,7 +186,8 @@ def folder_tokenizer(
     """
     config = _tokenizer_config(folder, usual_class=usual_class)
     _refuse_added_words(folder, config)
-    match config.tokenizer_class:
+    # A class …Fast has the same ids as the class without.
+    match (config.tokenizer_class or "").removesuffix("Fast"):
         case "M2M100Tokenizer":
             return _m2m100_tokenizer(folder, size=size), "src-tgt"
         case "NllbTokenizer":
@@ -207,7 +208,7 @@ def folder_tokenizer(
 
 
 def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConfig:
-    """Read ``tokenizer_config.json``; a class ``…Fast`` has the same ids as the class without."""
+    """Read ``tokenizer_config.json``, with the class of the family if it names none."""
     found = TokenizerConfig()
     if folder.has(TOKENIZER_CONFIG_FILE):
         found = folder.described(TokenizerConfig, TOKENIZER_CONFIG_FILE)
@@ -224,8 +225,7 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
             f"{found.sp_model_kwargs!r}, but text is always split into its most probable pieces "
             "here. Name a checkpoint without them."
         )
-    name = (found.tokenizer_class or usual_class).removesuffix("Fast")
-    return found.model_copy(update={"tokenizer_class": name})
+    return found.model_copy(update={"tokenizer_class": found.tokenizer_class or usual_class})
 
 
 def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:

@@ -323,6 +323,8 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("mask_ratio = 0.1", "mask_ratio = 1.5"), "mask_ratio"),
         (("[upcycling]", "[model]\nnum_heads = 4\n[upcycling]"), "num_heads: 2 → 4"),
         (("[upcycling]", "[model]\nmoe = 3\n[upcycling]"), "model.moe belongs to [experts]"),
+        (("[upcycling]", "[experts]\nevery = 3\n[upcycling]"), "or leave [experts] out."),
+        (("[upcycling]", "[experts]\ntop_k = 1\n[upcycling]"), "experts.combine_weights is"),
         (
             ('decoder = "moe_lgr"\n', 'decoder = "fresh"\n[experts]\n' + GROUP_ROUTED),
             "no part comes from the source 'moe_lgr'",

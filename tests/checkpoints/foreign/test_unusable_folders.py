@@ -19,6 +19,8 @@ from support.foreign_families import (
     nllb_moe_folder,
 )
 from support.foreign_models import m2m100_folder, sentencepiece_model
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
 from torch import Tensor
 from transformers import (
     M2M100ForConditionalGeneration,
@@ -31,6 +33,7 @@ from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import main
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
+from pipeline.model.settings import MoEConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +59,12 @@ def folder(nllb: Path, tmp_path: Path) -> Path:
 def test_a_file_of_a_folder_is_answered_with_the_folder(folder: Path) -> None:
     said = refusal(folder / WEIGHTS)
     assert said.endswith(f"is part of a checkpoint of Hugging Face's. Name its folder, {folder}.")
+
+
+@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, every=2)], ids=["dense", "moe"])
+def test_a_checkpoint_of_ours_needs_no_import(moe: MoEConfig | None, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "ours", tiny_model(byte_spec(moe=moe)))
+    assert "is a checkpoint of mmnmt, which needs no import" in refusal(tmp_path / "ours")
 
 
 def refusal(folder: Path) -> str:
@@ -232,6 +241,17 @@ def test_weights_of_other_float_types_stay_as_they_are(dtype: torch.dtype, folde
     assert torch.equal(found, value.to(dtype))
 
 
+@pytest.mark.parametrize("lacks_model", [False, True])
+def test_an_adapter_beside_or_without_its_model_is_refused(lacks_model: bool, folder: Path) -> None:
+    """transformers loads the adapter with the model, so that the model is another one."""
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    if lacks_model:
+        (folder / "config.json").unlink()
+        (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    said = refusal(folder)
+    assert "has an adapter (adapter_config.json), which is not read. Merge it" in said
+
+
 # ---------------------------------------------------------------- configurations
 
 
@@ -349,6 +369,7 @@ def test_an_empty_vocabulary_of_m2m100_is_refused(tmp_path: Path) -> None:
         ({"pad_token": "<unk>"}, "two pieces, specials or languages have one id"),
         ({"pad_token": "<nothing>"}, "pad Input should be a valid integer"),
         ({"tokenizer_class": "T5Tokenizer"}, "a tokenizer of the unknown class 'T5Tokenizer'"),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, "class 'PreTrainedTokenizerFast'"),
         ({"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs"),
         ({"added_tokens_decoder": {"9999": {"content": "deu_Latn"}}}, "an id lies beyond size"),
         (
