@@ -24,52 +24,52 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "pipeline/evaluation": 4_711,  # 3,900
     "data_prep": 6_736,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_814,  # 3,550: 3,900 without settings.py
-    "pipeline/jobs": 3_786,  # 3,000
-    "pipeline/kernels": 4_999,  # 3,200
+    "pipeline/artifacts": 4_670,  # 3,550: 3,900 without settings.py
+    "pipeline/jobs": 3_774,  # 3,000
+    "pipeline/kernels": 4_892,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
-    "pipeline/training": 3_271,  # 2,550: 2,800 without translation.py, now in pipeline/stages
+    "pipeline/training": 3_260,  # 2,550: 2,800 without translation.py, now in pipeline/stages
     "pipeline/checkpoints/foreign": 2_503,  # 2,200
     "pipeline/model": 3_330,  # 2,730: 2,700 and Regularization, which pipeline/training had
     "pipeline/estimates": 1_661,  # 1,700
-    "pipeline/cli": 1_850,  # 1,500
+    "pipeline/cli": 1_837,  # 1,500
     "pipeline/checkpoints": 1_932,  # 1,700
     "pipeline/checkpoints/assembly": 1_353,  # 1,200
     "pipeline/extensions/tasks": 1_654,  # 1,100
     "pipeline/batching": 1_762,  # 1,300
-    "pipeline/distributed": 1_663,  # 1,200
+    "pipeline/distributed": 1_739,  # 1,200: with progress bars, which terminal.py had
     "pipeline/extensions/analysis": 1_275,  # 1,000
     "pipeline/stages": 1_209,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
-    "pipeline": 3_883,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_713,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
-    "pipeline data_prep": 59_646,  # 46,000: all of the above
+    "pipeline data_prep": 59_507,  # 46,000: all of the above
     "tests": 66_783,  # 49,000: with the next three
-    "tests/bench": 3_873,  # 3,600
+    "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
     "tests/whole": 6_860,  # 4,500
-    "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
+    "pages": 6_412,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 226,  # 210: of pipeline and data_prep
-    "settings": 181,  # 155: rows of docs/reference/settings.md that are no tables themselves
+    "modules": 225,  # 210: of pipeline and data_prep
+    "settings": 183,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 254,  # as few as possible: rows of docs/reference/commands.md
     "error messages": 501,  # 350: texts given to the errors of pipeline/errors.py
-    "imports inside functions": 97,  # as few as possible
+    "imports inside functions": 96,  # as few as possible
     "class names in more than one module": 10,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 0.1,  # 0.1
+    r"those of|that of": 0.08,  # 0.1
     r"alone": 0.05,  # 0.1
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.09,  # 0.1
-    r"whose": 0.47,  # 0.6
-    r"one of|ones|the one": 0.74,  # 0.9
-    r"so that": 0.45,  # 0.5
+    r"whose": 0.46,  # 0.6
+    r"one of|ones|the one": 0.71,  # 0.9
+    r"so that": 0.44,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
@@ -89,6 +89,20 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/evaluation", 31, "someone whose two scores have one column"),
+    ("data_prep", 155, "someone who names a language as others spell it"),
+    ("pipeline/decoding", 25, "someone whose own stopping rule counts no length"),
+    ("pipeline/checkpoints/foreign", 17, "someone whose files of ranks are copies"),
+    ("pipeline/model", 84, "someone whose variant returns another type"),
+    ("pipeline/checkpoints", 60, "someone whose checkpoint has tensors beyond the model"),
+    ("pipeline/checkpoints/assembly", 28, "someone whose setting of upcycling changes nothing"),
+    ("pipeline/extensions/tasks", 9, "someone whose model has tensors beyond it"),
+    ("pipeline/extensions/analysis", 9, "someone whose lines are too long"),
+    ("pipeline/stages", 11, "someone who mistypes a language"),
+    ("tests", 812, "someone who meets what roles tried"),
+    ("tests/support", 1, "someone who meets what roles tried"),
+    ("tests/whole", 32, "someone who meets what roles tried"),
+    ("error messages", 6, "someone whose checkpoint has what no code reads"),
     ("pipeline/evaluation", 21, "someone whose own score returns no numbers"),
     ("data_prep", 38, "someone whose columns or untagged segments were left out"),
     ("pipeline/artifacts", 9, "someone whose artifact has other contents than its stage writes"),
