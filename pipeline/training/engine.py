@@ -61,6 +61,8 @@ from pipeline.training.optim import (
     GradientOrder,
     depends_on_order,
     has_flat_gradients,
+    may_fall,
+    prepare_scaler,
     read_scale,
     restore_scale,
 )
@@ -258,8 +260,7 @@ class Engine:
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
-        # The caller reacts to an overflow at the smallest scale, not DeepSpeed.
-        self._zero.loss_scaler.raise_error_at_min_scale = False
+        prepare_scaler(self._zero.loss_scaler)
         self.device: torch.device = next(model.parameters()).device
         self._forward: nn.Module = self._engine
         self._flat: FlatGradients | None = None
@@ -358,8 +359,7 @@ class Engine:
     @property
     def loss_scale_may_fall(self) -> bool:
         """Whether an update that overflows now is tried again at a smaller loss scale."""
-        scaler = self._zero.loss_scaler
-        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+        return may_fall(self._zero.loss_scaler)
 
     def verdict(
         self,

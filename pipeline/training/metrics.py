@@ -327,16 +327,17 @@ class Interval:
 
     The first five numbers are: cross entropy, balance loss times labels, labels, seconds of the
     slowest rank, source tokens. The routes to experts follow. States of earlier versions lack the
-    routes, which then count from 0.
+    routes, which then count from 0, or source tokens, too, which stay unknown until the next line.
     The time of this rank's own work and its tokens are kept apart: states do not carry them.
     """
 
     def __init__(
-        self, sums: Sequence[float] = (), *, experts: LayersOfExperts = LayersOfExperts()
+        self, sums: Sequence[float] = (0.0,) * 5, *, experts: LayersOfExperts = LayersOfExperts()
     ) -> None:
         self.note, self._experts = "", experts
-        self._sums = torch.zeros(5 + experts.num_sums, dtype=torch.float64)
-        self._sums[: len(sums)] = torch.tensor(sums, dtype=torch.float64)
+        known = [*sums, *[math.nan] * (5 - len(sums))]
+        routes = known[5:] or [0.0] * experts.num_sums
+        self._sums = torch.tensor(known[:5] + routes, dtype=torch.float64)
         self._own = torch.zeros(2, dtype=torch.float64)
 
     def add(self, result: StepResult, *, seconds: float) -> None:
@@ -352,8 +353,9 @@ class Interval:
         self._own += torch.tensor(own, dtype=torch.float64)
 
     def over_ranks(self) -> list[float]:
-        """Return the sums over all ranks; all ranks call this."""
-        return _over_ranks(gather_rows(self._sums))
+        """Return the known sums over all ranks; all ranks call this."""
+        values = _over_ranks(gather_rows(self._sums))
+        return values[:4] if math.isnan(values[4]) else values
 
     def finish(
         self,
@@ -383,13 +385,14 @@ class Interval:
             "balance": balance / labels,
             "tokens_per_second": labels / seconds,
             "target_tokens": round(labels),
-            "source_tokens": round(source_tokens),
-            "source_tokens_per_second": source_tokens / seconds,
         }
-        if operations is not None:
-            record["mfu"] = operations.utilization(
-                source=source_tokens, target=labels, seconds=seconds, ranks=len(sums)
-            )
+        if not math.isnan(source_tokens):
+            record["source_tokens"] = round(source_tokens)
+            record["source_tokens_per_second"] = source_tokens / seconds
+            if operations is not None:
+                record["mfu"] = operations.utilization(
+                    source=source_tokens, target=labels, seconds=seconds, ranks=len(sums)
+                )
         if not peaks.isnan().any():
             record["peak_memory_gib"] = peaks.max().item() / 2**30
         if routes:

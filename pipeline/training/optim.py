@@ -70,6 +70,17 @@ def make_optimizer(
     )
 
 
+def prepare_scaler(scaler: Any) -> None:
+    """Leave the reaction to an overflow at the smallest scale to the caller, not DeepSpeed."""
+    if scaler.dynamic:
+        scaler.raise_error_at_min_scale = False
+
+
+def may_fall(scaler: Any) -> bool:
+    """Return whether an overflow now would lower the scale."""
+    return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+
+
 def read_scale(scaler: Any) -> LossScale | None:
     """Return the state of a dynamic loss scale; None if the scale is fixed."""
     if not scaler.dynamic:

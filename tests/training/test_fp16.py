@@ -33,7 +33,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.model.building import build_model
 from pipeline.training.engine import Engine, connect
-from pipeline.training.optim import read_scale, restore_scale
+from pipeline.training.optim import prepare_scaler, read_scale, restore_scale
 
 TOO_LARGE = 22
 """A power of two at which the gradients of tiny models overflow in fp16."""
@@ -146,7 +146,7 @@ def scales(world: World, overflows: list[bool], *, cut: int | None) -> list[Loss
             delayed_shift=2,
             consecutive_hysteresis=False,
         )
-        scaler.raise_error_at_min_scale = False
+        prepare_scaler(scaler)
         return scaler
 
     scaler, seen = make(6), []
