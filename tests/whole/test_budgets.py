@@ -28,7 +28,7 @@ LINES = {
     "pipeline/jobs": 3_774,  # 3,000
     "pipeline/kernels": 4_892,  # 3,200
     "pipeline/decoding": 3_727,  # 2,900
-    "pipeline/training": 3_260,  # 2,550: 2,800 without translation.py, now in pipeline/stages
+    "pipeline/training": 3_271,  # 2,550: 2,800 without translation.py, now in pipeline/stages
     "pipeline/checkpoints/foreign": 2_503,  # 2,200
     "pipeline/model": 3_330,  # 2,730: 2,700 and Regularization, which pipeline/training had
     "pipeline/estimates": 1_661,  # 1,700
@@ -43,7 +43,7 @@ LINES = {
     "pipeline": 3_713,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
-    "pipeline data_prep": 59_507,  # 46,000: all of the above
+    "pipeline data_prep": 59_521,  # 46,000: all of the above
     "tests": 66_783,  # 49,000: with the next three
     "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
@@ -89,6 +89,7 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/training", 3, "someone whose own loss is constant"),
     ("pipeline/evaluation", 31, "someone whose two scores have one column"),
     ("data_prep", 155, "someone who names a language as others spell it"),
     ("pipeline/decoding", 25, "someone whose own stopping rule counts no length"),
@@ -99,9 +100,9 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 9, "someone whose model has tensors beyond it"),
     ("pipeline/extensions/analysis", 9, "someone whose lines are too long"),
     ("pipeline/stages", 11, "someone who mistypes a language"),
-    ("tests", 812, "someone who meets what roles tried"),
+    ("tests", 813, "someone who meets what roles tried"),
     ("tests/support", 1, "someone who meets what roles tried"),
-    ("tests/whole", 32, "someone who meets what roles tried"),
+    ("tests/whole", 33, "someone who meets what roles tried"),
     ("error messages", 6, "someone whose checkpoint has what no code reads"),
     ("pipeline/evaluation", 21, "someone whose own score returns no numbers"),
     ("data_prep", 38, "someone whose columns or untagged segments were left out"),
