@@ -44,6 +44,16 @@ def _receive(pickled: bytes) -> None:
     _received[:] = [pickled]
 
 
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"A task cannot be sent to other processes ({error}). Define functions and "
+            "classes of your own at the top of a module."
+        ) from error
+
+
 @lru_cache(maxsize=1)
 def _unpickled(pickled: bytes) -> Any:
     """Unpickle a value when a task needs it: the task then fails with the error, not the pool."""
@@ -78,12 +88,15 @@ class Pool(Executor):
     """Workers of a stage."""
 
     def in_order(self, function: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
-        """Yield results in the order of the tasks.
+        """Yield results in the order of the tasks; ConfigError if a task cannot be sent.
 
         Unlike ``map`` it cancels nothing when the caller stops early: as of Python 3.11 the thread
         behind a process pool prints a traceback if workers end while calls are being canceled.
         """
-        futures = [self.submit(function, task) for task in tasks]
+        given = list(tasks)
+        for task in given[:1]:
+            _pickled(task)  # else Python's own thread may fail, and the stage wait for ever
+        futures = [self.submit(function, task) for task in given]
         for future in futures:
             yield future.result()
 
@@ -161,14 +174,15 @@ def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Po
         shared: what all tasks share, for the functions that ``with_shared`` returns.
 
     Raises:
-        ConfigError: the process was not started with other ranks, or MPI cannot be used.
+        ConfigError: the process was not started with other ranks, MPI cannot be used, or
+            ``shared`` cannot be sent.
     """
     if not mpi:
-        return WorkerPool(processes, pickle.dumps(shared))
+        return WorkerPool(processes, _pickled(shared))
     if _STARTERS.isdisjoint(sys.orig_argv):
         raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI  # loaded by mpi4py.futures already
 
     if MPI.COMM_WORLD.Get_size() < 2:
         raise ConfigError(f"--mpi needs at least two ranks. Start {MPI_COMMAND}.")
-    return RankPool(pickle.dumps(shared))
+    return RankPool(_pickled(shared))

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +54,15 @@ def test_what_a_worker_cannot_read_is_the_error_of_the_task() -> None:
         open_pool(1, shared=Unreadable()) as pool,
     ):
         list(pool.in_order(with_shared(word), range(2)))
+
+
+@pytest.mark.parametrize("own", [lambda number: number, threading.Lock()])
+def test_a_value_that_cannot_be_sent_is_named_before_any_call(own: object) -> None:
+    wanted = "cannot be sent to other processes .* at the top of a module"
+    with pytest.raises(ConfigError, match=wanted), open_pool(2) as pool:
+        list(pool.in_order(print, [own] * 9))
+    with pytest.raises(ConfigError, match=wanted):
+        open_pool(1, shared={"own": own})
 
 
 def killed(_: int) -> None:
