@@ -89,6 +89,9 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/distributed", 14, "someone whose own score holds a lambda function"),
+    ("pipeline data_prep", 14, "someone whose own score holds a lambda function"),
+    ("error messages", 1, "someone whose checkpoint has what no code reads"),
     ("pipeline/training", 3, "someone whose own loss is constant"),
     ("pipeline/evaluation", 31, "someone whose two scores have one column"),
     ("data_prep", 155, "someone who names a language as others spell it"),
@@ -100,9 +103,9 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 9, "someone whose model has tensors beyond it"),
     ("pipeline/extensions/analysis", 9, "someone whose lines are too long"),
     ("pipeline/stages", 11, "someone who mistypes a language"),
-    ("tests", 813, "someone who meets what roles tried"),
+    ("tests", 826, "someone who meets what roles tried"),
     ("tests/support", 1, "someone who meets what roles tried"),
-    ("tests/whole", 33, "someone who meets what roles tried"),
+    ("tests/whole", 36, "someone who meets what roles tried"),
     ("error messages", 6, "someone whose checkpoint has what no code reads"),
     ("pipeline/evaluation", 21, "someone whose own score returns no numbers"),
     ("data_prep", 38, "someone whose columns or untagged segments were left out"),
