@@ -264,8 +264,10 @@ def needs_no_more(sent: bytes) -> bool:
     reader.receive_data(sent)
     with contextlib.suppress(h11.RemoteProtocolError):
         while not isinstance(event := reader.next_event(), h11.EndOfMessage):
-            if event is h11.NEED_DATA:
+            if event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):  # of no bytes
                 return False
+            if event is h11.PAUSED:  # it asks for another protocol
+                return True
     return True
 
 
