@@ -12,18 +12,17 @@ in a band that is their range. Losses into and out of the pivot are means over d
 ``metrics.jsonl`` does not have their tokens.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any, TypeGuard, get_args
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
 from pipeline.checkpoints.checkpoint import stated_spec
-from pipeline.config.documents import read_json_lines
+from pipeline.config.documents import is_count, read_json_lines
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, line_chart
@@ -76,74 +75,69 @@ class Curve:
     """Direction (``de-en``) → its loss at the last validation."""
 
 
-class MetricsLine(BaseModel):
-    """A line of ``metrics.jsonl``, as far as reports show it; a loss that is not finite is None."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-    kind: str
-    update: int
-    text: str = ""
-    loss: float | None = None
-    resources: dict[str, float | None] = {}
-    directions: dict[str, float | None] = {}
-    source_tokens: int | None = None
-    target_tokens: int | None = None
-
-
-def read_metrics(checkpoint: Artifact) -> list[MetricsLine]:
-    """Return the metrics of a run; none if the file is damaged."""
+def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
+    """Return the metrics of a run that have an update and a time; none if the file is damaged."""
     try:
-        lines = read_json_lines(checkpoint.file("metrics.jsonl"))
-        return [MetricsLine.model_validate(line) for line in lines]
-    except (UserError, ValidationError):
+        entries = [*read_json_lines(checkpoint.file("metrics.jsonl"))]
+    except UserError:
         return []
+    return [one for one in entries if is_number(one.get("seconds")) and is_count(one.get("update"))]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number that a float can hold; booleans are none."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
     pivot, tiers = read_tiers(checkpoint)
     points, last = list[CurvePoint](), dict[str, float]()
-    for line in read_metrics(checkpoint):
-        if line.kind == "validation" and line.loss is not None:
-            means = mean_losses(line.directions, pivot=pivot, tiers=tiers)
-            losses = {"all": line.loss, **_finite(line.resources), **means}
-            points.append(CurvePoint(line.update, losses))
-            last = _finite(line.directions) if line.directions else last
+    for entry in read_metrics(checkpoint):
+        if entry.get("kind") != "validation" or not is_number(entry.get("loss")):
+            continue
+        resources, directions = entry.get("resources"), entry.get("directions")
+        losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
+        if isinstance(directions, dict):
+            losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
+            last = {name: loss for name, loss in directions.items() if is_number(loss)}
+        losses = {key: loss for key, loss in losses.items() if is_number(loss)}
+        points.append(CurvePoint(entry["update"], losses))
     return Curve(system, tuple(points), before, pivot, last)
-
-
-def _finite(losses: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: loss for name, loss in losses.items() if loss is not None}
 
 
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
     """Return the pivot of a training and the tier of each of its pairs, if its shards are there."""
     record = checkpoint.manifest.inputs.get("shards")
     shards = None if record is None else open_recorded(record)
-    thresholds = checkpoint.manifest.config.get("training", {}).get("resource_thresholds")
-    if shards is None or thresholds is None:
+    training: Any = checkpoint.manifest.config.get("training")
+    found: Any = training.get("resource_thresholds") if isinstance(training, dict) else None
+    is_usable = isinstance(found, list) and len(found) in (2, 3)
+    if shards is None or not is_usable or not all(isinstance(one, int) for one in found):
         return None, {}
     try:
         lines = imported_lines(shards)
-        tiers = {pair: resource_of(lines[pair], thresholds=tuple(thresholds)) for pair in lines}
+        tiers = {pair: resource_of(lines[pair], thresholds=tuple(found)) for pair in lines}
         return pivot_of(shards), tiers
     except UserError:
         return None, {}
 
 
 def mean_losses(
-    losses: Mapping[str, float | None], *, pivot: str | None, tiers: Mapping[str, Resource]
+    losses: Mapping[str, object], *, pivot: str | None, tiers: Mapping[str, Resource]
 ) -> dict[str, float]:
-    """Return mean losses of directions by tier and side of the pivot, if all are finite."""
-    found: dict[str, list[float | None]] = {}
+    """Return mean losses of directions by tier and side of the pivot, if all are numbers."""
+    found: dict[str, list[object]] = {}
     for direction, loss in losses.items():
         source, _, target = direction.partition("-")
         tier = tiers.get(pair_name(source, target))
         if tier is not None and pivot in (source, target):
             found.setdefault(f"{tier}/{PIVOT_SIDES[target != pivot]}", []).append(loss)
-    known = {key: [loss for loss in group if loss is not None] for key, group in found.items()}
-    return {key: fmean(group) for key, group in known.items() if len(group) == len(found[key])}
+    numbers = {
+        key: [member for member in members if is_number(member)] for key, members in found.items()
+    }
+    return {key: fmean(known) for key, known in numbers.items() if len(known) == len(found[key])}
 
 
 def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
@@ -328,9 +322,9 @@ def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Curve | None, set[str]]:
     """Return the training of a system, the losses of its last run, and missing directories."""
-    lines: int = system.statistics.get("lines", 0) if system.manifest.kind == "translations" else 0
-    seconds = system.manifest.run.wall_seconds
-    speed = lines / seconds if lines and seconds > 0 else None
+    lines = system.statistics.get("lines")
+    seconds = system.manifest.run.wall_seconds if system.manifest.kind == "translations" else 0.0
+    speed = lines / seconds if is_count(lines) and lines and seconds > 0 else None
     checkpoint = checkpoint_of(system)
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
@@ -426,16 +420,18 @@ def spent_by(members: Sequence[Artifact]) -> Spent:
     shown = _published(members)
     metrics = read_metrics(shown)
     source, target = (_sum_tokens(metrics, side) for side in ("source", "target"))
-    statistics = [member.statistics for member in members]
-    updates = max(one.get("updates") or one.get("update") or 0 for one in statistics)
-    operations, spec = None, _readable_spec(shown)
+    states: list[Any] = [
+        member.statistics.get("updates") or member.statistics.get("update") for member in members
+    ]
+    updates = max(one if isinstance(one, int) else 0 for one in states)
+    operations, spec, loss = None, _readable_spec(shown), shown.manifest.config.get("loss")
     if spec is not None and source is not None and target is not None:
-        passes = passes_of(shown.manifest.config.get("loss", {}).get("objective"))
+        passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
         per_token = count_multiplied(spec)
         multiplied = per_token.source * source + per_token.target * target
         operations = float(OPERATIONS_PER_PARAMETER * passes * multiplied)
     return Spent(
-        updates or max((line.update for line in metrics), default=0),
+        updates or max((entry["update"] for entry in metrics), default=0),
         source,
         target,
         operations,
@@ -443,17 +439,18 @@ def spent_by(members: Sequence[Artifact]) -> Spent:
     )
 
 
-def _sum_tokens(metrics: Iterable[MetricsLine], side: str) -> int | None:
+def _sum_tokens(metrics: Iterable[Mapping[str, Any]], side: str) -> int | None:
     """Return the tokens of a side in all updates; None if some update lacks its count."""
-    counts = [getattr(line, f"{side}_tokens") for line in metrics if line.kind == "train"]
-    return sum(counts) if counts and None not in counts else None
+    counts = [entry.get(f"{side}_tokens") for entry in metrics if entry.get("kind") == "train"]
+    known = [count for count in counts if is_count(count)]
+    return sum(known) if counts and len(known) == len(counts) else None
 
 
 def _readable_spec(checkpoint: Artifact) -> ModelSpec | None:
     """Return the model that a checkpoint states; None if it is unreadable."""
     try:
         return stated_spec(checkpoint)
-    except UserError:
+    except (UserError, OSError, ValueError):
         return None
 
 

@@ -245,8 +245,8 @@ def _alarms(runs: Mapping[str, Artifact]) -> Iterator[str]:
     for name, run in runs.items():
         checkpoint = checkpoint_of(run)
         for line in read_metrics(checkpoint) if checkpoint is not None else ():
-            if line.kind == "alarm":
-                yield f"{name}, update {line.update}: {line.text}"
+            if line.get("kind") == "alarm":
+                yield f"{name}, update {line['update']}: {line.get('text')}"
 
 
 def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:

@@ -392,10 +392,11 @@ def test_losses_are_means_over_the_directions_of_a_tier(tmp_path: Path) -> None:
     ]
 
 
-def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [None, {}, {"resource_thresholds": "many"}])
+def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path, training: object) -> None:
     of = shards(tmp_path / "shards")
     assert read_tiers(trained(tmp_path / "alone", None)) == (None, {})
-    run = trained(tmp_path / "dense", of, {})
+    run = trained(tmp_path / "dense", of, training)
     assert read_tiers(run) == (None, {})
     history = trace_history({"dense": run})
     assert [point.losses for point in history.curves[0].validation] == [{"all": 2.0}] * 2

@@ -22,7 +22,7 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 4_711,  # 3,900
+    "pipeline/evaluation": 4_708,  # 3,900
     "data_prep": 6_736,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_670,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_774,  # 3,000
@@ -43,7 +43,7 @@ LINES = {
     "pipeline": 3_713,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 973,  # 950
-    "pipeline data_prep": 59_521,  # 46,000: all of the above
+    "pipeline data_prep": 59_518,  # 46,000: all of the above
     "tests": 66_783,  # 49,000: with the next three
     "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
@@ -103,7 +103,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 9, "someone whose model has tensors beyond it"),
     ("pipeline/extensions/analysis", 9, "someone whose lines are too long"),
     ("pipeline/stages", 11, "someone who mistypes a language"),
-    ("tests", 826, "someone who meets what roles tried"),
+    ("tests", 829, "someone who meets what roles tried"),
     ("tests/support", 1, "someone who meets what roles tried"),
     ("tests/whole", 36, "someone who meets what roles tried"),
     ("error messages", 6, "someone whose checkpoint has what no code reads"),
