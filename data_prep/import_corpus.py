@@ -398,6 +398,8 @@ def blocks_of(
     block, num_bytes = Block({spellings: [] for spellings in languages}), 0
     for record in records:
         try:
+            if not isinstance(record.line, int):
+                raise TypeError
             block.numbers.append(record.line)
             is_first = record.line == 1
             for spellings, texts in block.texts.items():

@@ -124,7 +124,7 @@ def checked_lines(
             number, raws, is_malformed = line
             is_first = number == 1
             texts = [MALFORMED if is_malformed else checked(raw, is_first=is_first) for raw in raws]
-            if len(texts) != sides:
+            if len(texts) != sides or not isinstance(number, int):
                 raise ValueError(sides)
         except (AttributeError, TypeError, ValueError) as error:
             wanted = f"a RawLine of {sides} sides in bytes"

@@ -580,20 +580,22 @@ def test_settings_and_inputs_that_do_not_belong_together_are_refused(
 @pytest.mark.parametrize(
     ("scores", "column", "told"),
     [
-        (("chrf", "bleu", "plain_chrf"), "chrf", "'chrf' and 'plain_chrf' both .* 'chrf'"),
-        (("plain_chrf", "comet"), "comet", "'comet' and 'plain_chrf' both .* 'comet'"),
-        (("comet", "chrf", "plain_chrf"), "chrf", "'chrf' and 'plain_chrf' both .* 'chrf'"),
+        (("chrf", "bleu", "plain_chrf"), Column("chrf", "Own"), "'chrf' and 'plain_chrf' both"),
+        (("plain_chrf", "comet"), Column("comet", "Own"), "'comet' and 'plain_chrf' both"),
+        (("comet", "chrf", "plain_chrf"), Column("chrf", "Own"), "'chrf' and 'plain_chrf' both"),
+        (("plain_chrf",), Column("own", "Own", decimals=-2), "score 'plain_chrf' has -2 decimals"),
+        (("chrf", "plain_chrf"), Column("own", "Own", decimals=200), "has 200 decimals"),
     ],
 )
-def test_two_scores_with_one_column_are_refused_before_anything_is_scored(
+def test_columns_that_no_table_can_show_are_refused_before_anything_is_scored(
     scores: tuple[ScoreName, ...],
-    column: str,
+    column: Column,
     told: str,
     tmp_path: Path,
     corpus: Artifact,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PlainChrf, "column", Column(column, "Of one's own"))
+    monkeypatch.setattr(PlainChrf, "column", column)
     for name in ("score_direction", "ask_comet"):
         monkeypatch.setattr(f"pipeline.evaluation.scoring.{name}", None)
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
@@ -602,7 +604,7 @@ def test_two_scores_with_one_column_are_refused_before_anything_is_scored(
     settings = EvaluationConfig(scores=scores)
     given = model if "comet" in scores else None
     call = stage_call(tmp_path / "out", corpus, systems, settings=settings, comet=given)
-    with pytest.raises(ConfigError, match=f"The scores {told}. Name"):
+    with pytest.raises(ConfigError, match=told):
         evaluate.run(call)
     assert not call.out_dir.exists()
 
@@ -876,3 +878,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
         **{("French", family): 1 for family in families},
     }
     assert "BLEU by set" in report_of(made)
+    (warning,) = [
+        one for one in made.read_json("scores.json")["warnings"] if "language_sets" in one
+    ]
+    assert "No direction belongs to the sets Nobody of" in warning

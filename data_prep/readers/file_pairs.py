@@ -352,6 +352,11 @@ def _listed_section(
 ) -> Section:
     files = [_listed_file(root, path) for path in entry.paths]
     if len(files) == 2:
+        if files[0].path.samefile(files[1].path):
+            raise ConfigError(
+                f"corpus.files names {files[0].path} for both sides of {entry.pair}. Name a file "
+                "per language."
+            )
         return FilePair((files[0], files[1]), entry.split, pair).section()
     opened = _open(files[0], entry, pair, config, left_out)
     return section_of_pair(opened, pair, config)

@@ -477,6 +477,8 @@ def checked_text(raw: object, reader: str) -> RawText:
     if not (isinstance(raw, RawText) and isinstance(raw.sections, list)):
         of = f" with sections = {shown(repr(raw.sections))}" if isinstance(raw, RawText) else ""
         raise misread(reader, f"a {type(raw).__name__}{of}", "a RawText of a list of Section")
+    if not raw.sections:
+        raise misread(reader, "no Section", "one for each pair and split, or raise DataError")
     for section in raw.sections:
         if not isinstance(section, Section):
             raise misread(reader, f"a {type(section).__name__} among its sections", "a Section")

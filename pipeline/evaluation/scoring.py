@@ -169,6 +169,11 @@ class _Scoring:
                 raise ConfigError(
                     f"_score has no case for {name!r} that returns a Score with a Column. Add it."
                 )
+            if score.column.decimals not in range(10):
+                raise ConfigError(
+                    f"The column of score {name!r} has {score.column.decimals!r} decimals. Give it "
+                    "0 to 9."
+                )
             found[name] = score
             other = columns.setdefault(score.column.name, name)
             if other != name:
@@ -215,6 +220,12 @@ class _Scoring:
         warnings = caveats(runs, scores=scores, profiles=profiles, left_out=left_out, call=call)
         detecting = [score for score in scores if isinstance(score, LanguageAccuracy)]
         sets = call.recipe.evaluation.language_sets
+        of_sets = averages.average_by_set(systems, profiles=profiles, pivot=pivot, sets=sets)
+        if absent := [name for name in sets if name not in {one.name for one in of_sets}]:
+            warnings.append(
+                f"No direction belongs to the sets {listed(absent)} of evaluation.language_sets, "
+                "which have no averages."
+            )
         return Evaluation(
             columns=columns,
             pivot=pivot,
@@ -232,9 +243,7 @@ class _Scoring:
             wins=averages.win_ratios(
                 systems, columns=columns, profiles=profiles, verdicts=verdicts
             ),
-            set_averages=tuple(
-                averages.average_by_set(systems, profiles=profiles, pivot=pivot, sets=sets)
-            ),
+            set_averages=tuple(of_sets),
             words=self._word_accuracy(groups),
             confusion=averages.confuse_languages(systems, profiles=profiles),
         )

@@ -26,7 +26,8 @@ from pipeline.decoding.line_filter import BATCH_LINES
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError, no_such
-from pipeline.languages import language, own_name
+from pipeline.languages import codes_of_setting, language, own_name
+from pipeline.terminal import listed
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ class System:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """Languages that the model translates into, by its own codes."""
-        return tuple(code for code in self.sources if self.translator.tokenizer.writes(code))
+        """Languages of ``decoding.targets``, or all, that it translates into, by its own codes."""
+        written = tuple(code for code in self.sources if self.translator.tokenizer.writes(code))
+        asked = self.translator.config.targets
+        meant = codes_of_setting(asked, written, setting="decoding.targets", place=self.name)
+        return tuple(code for code in written if code in meant.values() or not asked)
 
     @cached_property
     def with_words(self) -> Self:
@@ -94,12 +98,18 @@ class System:
         """Return a direction in the model's own codes; both languages may be the same.
 
         Raises:
-            ConfigError: the model does not know a language or cannot write the target.
+            ConfigError: the model does not know a language, cannot write the target, or
+                ``decoding.targets`` leaves it out.
         """
         direction = Direction(self.translator.code_of(source), self.translator.code_of(target))
         self.translator.language(direction.source)
         self.translator.language(direction.target)
         self.translator.tokenizer.refuse_to_write(direction.target)
+        if direction.target not in self.targets:
+            raise ConfigError(
+                f"{self.name} does not translate into {direction.target}: decoding.targets names "
+                f"{listed(self.translator.config.targets)}."
+            )
         return direction
 
 

@@ -397,7 +397,8 @@ class Updater:
         )
         return CheckpointError(
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
-            f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
+            f"last state. Lower optimizer.learning_rate, look at that update's data ({finding}) or "
+            "at a router, loss or module of your own."
         )
 
 

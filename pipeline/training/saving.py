@@ -566,6 +566,11 @@ class Publishing:
         tier = training.best_by.replace("_", " ")
         of_tier = "" if training.best_by == "all" else f" on {tier}-resource pairs"
         if not averaged:
+            if position.best_perplexity is not None and math.isnan(position.best_perplexity):
+                return (
+                    f"kept the weights of update {position.best_update:,}, the first validated: "
+                    f"no validation perplexity{of_tier} is a number. Look at metrics.jsonl"
+                )
             return (
                 f"kept the weights of update {position.best_update:,}, whose validation perplexity"
                 f"{of_tier}, {position.best_perplexity:.3f}, is the lowest"

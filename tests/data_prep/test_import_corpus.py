@@ -108,6 +108,7 @@ def having(**fields: Any) -> RawText:
         (None, "a NoneType. "),
         ("text", "a str. "),
         (RawText(cast(Any, "text")), "a RawText with sections = 'text'. "),
+        (RawText([]), "no Section. Return one for each pair and split"),
         (RawText([cast(Any, None)]), "a NoneType among its sections. "),
         (having(split="devel"), "a Section with split = 'devel'. Return train or valid or test."),
         (having(languages=("de-de", "en")), "a Section with languages = .'de-de', 'en'.. "),
@@ -124,7 +125,9 @@ def having(**fields: Any) -> RawText:
         ),
         (of_lines(RawLine(1, (b"1", b"2", b"3"))), r"RawLine\(number=1, .* a RawLine"),
         (of_lines(RawLine(1, cast(Any, ("eins", "one")))), r"RawLine\(number=1, .* a RawLine"),
+        (of_lines(RawLine(cast(Any, "1"), (b"1", b"2"))), r"RawLine\(number='1', .* a RawLine"),
         (of_record(None), "None. .* a Record"),
+        (of_record(Record(cast(Any, "1"), {"de": b"1", "en": b"1"})), "Record.line='1'.* a Record"),
         (of_record(Record(1, cast(Any, {"de": "eins", "en": "one"}))), "Record.line=1.* a Record"),
     ],
 )

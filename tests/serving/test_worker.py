@@ -88,6 +88,28 @@ def test_lines_that_are_served_through_a_pivot_are_those_of_the_translator(
     assert [hypothesis.text for _, hypothesis in stream.step()] == [one.text for one in expected]
 
 
+@pytest.mark.parametrize("asked", ["en", "fra"])
+def test_a_server_translates_into_the_targets_of_the_recipe_only(
+    checkpoint: Artifact, asked: str
+) -> None:
+    decoding = DECODING.model_copy(update={"targets": (asked,)})
+    served = System.load("one", checkpoint, decoding=decoding)
+    (target,) = served.targets
+    assert target == {"en": "en", "fra": "fr"}[asked]
+    assert served.direction("de", asked).target == target
+    with pytest.raises(ConfigError, match=f"one does not translate into de: .* names {asked}"):
+        served.direction(target, "de")
+
+
+@pytest.mark.parametrize("asked", ["my", "xx"])
+def test_targets_that_a_served_model_does_not_have_are_refused(
+    checkpoint: Artifact, asked: str
+) -> None:
+    decoding = DECODING.model_copy(update={"targets": (asked,)})
+    with pytest.raises(ConfigError, match=f"decoding.targets names '{asked}', and one has no such"):
+        System.load("one", checkpoint, decoding=decoding)
+
+
 def test_a_line_that_fails_leaves_the_others_of_its_batch(system: System) -> None:
     sizes: list[int] = []
     worker = Worker(lambda _, lines: sizes.append(lines))

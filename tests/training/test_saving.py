@@ -235,6 +235,20 @@ def test_the_artifact_holds_the_best_weights_and_the_metrics_and_says_which(
     assert made.manifest.run.wall_seconds >= 1000.0
 
 
+@pytest.mark.parametrize("tier", ["all", "low"])
+def test_weights_of_which_no_perplexity_is_a_number_are_not_called_the_best(
+    tier: str, tmp_path: Path
+) -> None:
+    recipe = make_recipe(updates=8, best_by=tier)
+    publish(tmp_path, replace(ENDED, best_perplexity=math.nan), recipe=recipe)
+    summary = open_artifact(tmp_path / "model", kind="checkpoint").manifest.summary
+    of_tier = "" if tier == "all" else " on low-resource pairs"
+    assert summary[1] == (
+        "kept the weights of update 2, the first validated: no validation perplexity"
+        f"{of_tier} is a number. Look at metrics.jsonl"
+    )
+
+
 @pytest.mark.parametrize(
     "damage",
     [

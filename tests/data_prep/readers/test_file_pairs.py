@@ -342,6 +342,8 @@ def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw
         ([entry("a.english", pair="en-sr-Latn")], "'en-sr-Latn'. Write .* as in de-en or en-sr_L"),
         ([entry("a.english", pair="de-de")], "names the pair 'de-de'"),
         ([entry("a.english", "b.english")], "b.english, which corpus.files names, is not a file"),
+        ([entry("a.english", "a.english")], "a.english for both sides of de-en. Name a file per"),
+        ([entry("a.english", "./a.english")], r"names \S+/a\.english for both sides of de-en"),
         ([entry("../raw2/a.tsv")], "lies outside of"),
         ([entry("a.english")], r"but ends in none of \.tmx, \.tsv"),
         ([entry("c.tmx", pair="en-es")], r"c\.tmx has no record with .* both languages of en-es"),
