@@ -19,7 +19,7 @@ from pipeline.distributed.world import (
 )
 from pipeline.errors import ConfigError
 
-MANY = 64
+MANY = 32
 
 
 def open_files() -> int:
@@ -49,7 +49,7 @@ def train_and_count(world: World, inputs: Inputs, out_dir: Path, ranks: int) -> 
 
 
 @pytest.mark.slow
-def test_64_ranks_train_a_tiny_model_with_few_files_each(
+def test_32_ranks_train_a_tiny_model_with_few_files_each(
     inputs: Inputs, pool4: ProcessPool, tmp_path: Path
 ) -> None:
     """The open files of rank 0 grow linearly, with a small constant."""

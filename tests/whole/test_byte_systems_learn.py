@@ -30,7 +30,6 @@ from pipeline.training.settings import LossConfig, OptimizerConfig
 pytestmark = pytest.mark.slow
 
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "plain": {"kind": "subwords"},
     "MSC": {"kind": "msc", "kernels": (0, 3, 5, 7)},
     "Ada-MSHA": {"kind": "ada_msha", "language_vector": True},
     "nCF": {"kind": "ncf"},
