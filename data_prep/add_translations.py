@@ -149,7 +149,7 @@ def with_round_trips(
 
     Args:
         systems: System → its translations.
-        given: ``NAME`` or ``NAME@LANGUAGE`` → translations of system ``NAME``, translated back.
+        given: ``NAME`` or, for example, ``NAME@de`` → translations of ``NAME``, translated back.
         config: Settings of the stage.
     """
     found, used = [], set[str]()

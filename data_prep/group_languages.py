@@ -174,7 +174,7 @@ def by_embeddings(
         for name, codes in _collect(families).items()
     ]
     corpus_size = sum(natural_lines(shards).values())
-    # Round: a share such as 15/56 of 56 sentences is exactly 15.
+    # Round: 15/56 of 56 sentences, for example, is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))

@@ -7,8 +7,8 @@ A digest of 8 bytes stands for both sides of a line. The digests go to a tempora
 compared in parts, so memory grows only with the repeats: 16 bytes for each, 48 while they are
 sorted, and one for every line.
 
-Identifiers err: langdetect takes much Traditional Chinese for Korean, lid.176 most Malay for
-Indonesian. A side is in another language if all this is known (:meth:`LineIdentifier.deny`):
+Identifiers err: lid.176, for example, takes most Malay for Indonesian, langdetect much Traditional
+Chinese for Korean. A side is in another language if all this holds (:meth:`LineIdentifier.deny`):
 
 1. A fastText model knows the side's language and finds another with a probability of 0.5 or more.
 2. The side has letters of the other language's script.

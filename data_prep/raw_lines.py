@@ -1,9 +1,9 @@
 """Check raw lines: repair them, list others in the quarantine, and judge their languages.
 
 A sample says whether the two sides of a pair are in their languages. Scripts decide where the two
-languages have different scripts. Otherwise langdetect decides, with a prior over the two
-languages; it is only loaded if it knows both. A pair of files counts as swapped if nearly all of
-the sample reads as the reverse pair.
+languages have different scripts, for example in de-ru. Otherwise langdetect decides, with a prior
+over the two languages; it is only loaded if it knows both. A pair of files counts as swapped if
+nearly all of the sample reads as the reverse pair.
 """
 
 import codecs

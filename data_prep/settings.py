@@ -31,7 +31,7 @@ class CldrConfig(Settings):
 
     removed: ClassVar = {"pivot": ("en",), "seed": (1,)}
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
-    """Language → number of training phrases paired with English."""
+    """Language → number of training phrases paired with English, for example ``{ de = 8000 }``."""
     zero_shot: tuple[str, ...] = ()
     """Languages with test phrases between them but no training phrases."""
     valid_phrases: Annotated[int, whole(0, 10**9)] = 100
@@ -51,7 +51,8 @@ class ListedText(Settings):
     """Language pair, for example ``de-en``: the order of two files, or of the columns of a file
     that does not name them."""
     paths: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
-    """One file per language, or one file of both; relative to the raw folder."""
+    """One file per language, for example ``["a.de.gz", "a.en.gz"]``, or one file of both; relative
+    to the raw folder."""
 
 
 class CorpusConfig(Settings):
@@ -69,8 +70,9 @@ class CorpusConfig(Settings):
     files: tuple[ListedText, ...] = ()
     """Files that source ``listed`` reads, in this order."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Language → column of its text, for ``columns``, ``tsv`` and listed tables; empty: the column
-    has the name of the language, or ``translation`` holds both."""
+    """Language → column of its text, for example ``{ de = "source", en = "target" }``, for
+    ``columns``, ``tsv`` and listed tables; empty: the column has the name of the language, or
+    ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
     regions: Regions = "joined"
@@ -105,8 +107,8 @@ class OutsideTestsConfig(Settings):
         "pivot": ("en",),
     }
     languages: tuple[str, ...] = ()
-    """Languages to read; empty: all found. If a language has several scripts, its usual one is
-    ``zh`` and any other ``zho_Hant``."""
+    """Languages to read; empty: all found. If a language has several scripts, its usual one is,
+    for example, ``zh``, and any other ``zho_Hant``."""
     directions: Literal["pivot", "all"] = "pivot"
     """Pairing if there is one file per language: the pivot with every other language, or each with
     each (n languages make n · (n - 1) / 2 pairs, each with its own copy of the text)."""
@@ -133,7 +135,8 @@ class CleanConfig(Settings):
     """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` only.
     The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
-    """Largest ratio of character counts, after dividing by the pair's median ratio."""
+    """Largest ratio of character counts, after dividing by the pair's median ratio. If that is 2,
+    for example, 4 permits 8 to 1."""
     identify_languages: str = "no"
     """Whether to drop lines with a side in another language than its own: ``no``; ``langdetect``,
     if fastText's lid.176 finds another, and langdetect or the script of the side confirms it; or
@@ -142,11 +145,11 @@ class CleanConfig(Settings):
     judged."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line of any pair, after folding
-    letters and digits. Leaks are counted in any case."""
+    letters and digits, for example ``3 Hours.`` to ``3hours``. Leaks are counted in any case."""
     joined_pairs: tuple[str, ...] = ()
-    """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
-    from de-en and en-fr, equal in the line of ``corpus.pivot``. They are cleaned as all others, and
-    stop being zero-shot."""
+    """Pairs without training text that get the lines of two pairs with equal pivot lines, for
+    example ``de-fr`` from de-en and en-fr, equal in the line of ``corpus.pivot``. They are cleaned
+    as all others, and stop being zero-shot."""
 
     @classmethod
     def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +192,7 @@ class SyntheticConfig(Settings):
     """Side of the translations. ``back_translation``: the source, which begins with a tag;
     ``distillation``: the target."""
     min_score: Annotated[float, number(least=-(10**9), most=0)] | None = None
-    """Lowest score of a translation that is kept, by ``translate --text``; not set: all."""
+    """Lowest score by ``translate --text`` that is kept, for example -1.0; not set: all."""
     min_round_trip: Annotated[float, number(least=0, most=100)] | None = None
     """Lowest chrF++, 0 to 100, of a line with its round trip, the translation of its translation
     (``--back``); not set: all."""
@@ -210,8 +213,8 @@ class TokenizerConfig(Settings):
     ``characters``. Covers all languages but ``target_languages``. With a base: number of pieces
     learned from the languages that it lacks, of which those that it has already are not added."""
     target_languages: tuple[str, ...] = ()
-    """Languages with a vocabulary of their own. Only they are translated into; the other languages
-    share ``vocabulary_size`` pieces and are translated from. Empty: one vocabulary."""
+    """Languages with their own vocabulary, for example ``en``. Only they are translated into; the
+    others share ``vocabulary_size`` pieces and are translated from. Empty: one vocabulary."""
     target_vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 8000
     """Number of pieces of ``target_languages``, including specials."""
     model_type: Literal["unigram", "bpe"] = "unigram"
@@ -236,7 +239,7 @@ class TokenizerConfig(Settings):
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the
-    preceding word), or a function as ``path/to/file.py:function`` (``artifacts/segmenters.py``)."""
+    preceding word), or a function, for example ``words.py:split`` (``artifacts/segmenters.py``)."""
 
     @property
     def output_ids(self) -> int | None:
@@ -296,7 +299,7 @@ class ShardsConfig(Settings):
 
 
 class PhaseConfig(Settings):
-    """A phase of training with its own choice of pairs."""
+    """A phase of training with its own choice of pairs, for example natural pairs only."""
 
     from_update: Updates = 1
     """The first update of the phase, counted from 1."""
@@ -310,7 +313,8 @@ class MixtureConfig(Settings):
     """Sampling of language pairs or directions: p_i ∝ (n_i / Σn)^(1/T), by the stage mix."""
 
     sampling_temperature: Temperature = 5.0
-    """Temperature T; 1: proportional, inf: uniform."""
+    """Temperature T; 1: proportional, inf: uniform. At 5, for example, a pair with 32 times the
+    lines is drawn twice as often."""
     sampling_over: Literal["pairs", "directions"] = "pairs"
     """Unit of sampling. ``pairs``: both directions of a pair are drawn equally often;
     ``directions``: each direction by its own size, which differs if sizes are counted in tokens."""
@@ -353,7 +357,7 @@ class GroupsConfig(Settings):
     """Largest share of the corpus of a merged group (T_max): groups merge only while their joint
     size stays below it."""
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
-    """Additions to the paper's table: language → group 1 to 4."""
+    """Additions to the paper's table: language → group 1 to 4, for example ``{ chr = 4 }``."""
 
 
 class LanguagesConfig(Settings):

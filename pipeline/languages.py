@@ -142,11 +142,11 @@ class LanguageTag:
     script: str | None
     """ISO 15924 spelling, for example ``Hant``."""
     region: str | None
-    """Region, as in ``BR`` or ``419``; None if the spelling names none."""
+    """Region, for example ``BR`` or ``419``; None if the spelling names none."""
 
 
 def parse_tag(code: str) -> LanguageTag:
-    """Parse any usual spelling: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
+    """Parse any usual spelling, for example ``iw``, ``deu_Latn``, ``zh-CN`` or ``chr_Cher``.
 
     Raises:
         ConfigError: the spelling is not a language code. The message suggests the code of a
@@ -159,7 +159,7 @@ def parse_tag(code: str) -> LanguageTag:
     near = ", ".join(nearest_codes(code.strip(), [*_FAMILY_OF, *ALIASES]))
     raise ConfigError(
         f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
-        f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
+        f"matters, script and region, for example de, chr, zh_Hant, es_419 (nearest codes: "
         f"{near or 'none'})."
     )
 
@@ -253,7 +253,7 @@ def meant_code(spelling: str, codes: Collection[str]) -> str:
 
 
 def meant_pair(name: str, codes: Collection[str]) -> str:
-    """Return the name of a pair or direction in these codes; marks as ``+back`` stay."""
+    """Return the name of a pair or direction in these codes; marks, for example ``+back``, stay."""
     sides = (side.partition("+") for side in name.split("-"))
     return "-".join(meant_code(code, codes) + plus + mark for code, plus, mark in sides)
 

@@ -1,6 +1,6 @@
 """Read a data set of the Hugging Face hub in the layout of OPUS-100, while it is fetched.
 
-Its configurations have the names of pairs, ``de-en``; their splits are any of ``train``,
+Its configurations are named by pairs, for example ``de-en``; their splits are any of ``train``,
 ``validation`` and ``test``; each row has a column ``translation`` with the text of both languages.
 The name of the data set pins it to a commit. Lines beyond the number wanted are not fetched.
 """

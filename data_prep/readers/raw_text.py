@@ -64,7 +64,7 @@ class NamedPair:
 
 
 def is_pair_name(name: str) -> bool:
-    """Return whether a name names a pair of languages, like ``de-en``."""
+    """Return whether a name names a pair of languages, for example ``de-en``."""
     return _PAIR.fullmatch(name) is not None
 
 

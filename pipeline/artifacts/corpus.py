@@ -1,8 +1,8 @@
 """Read corpora and translations: pairs, directions, lines and hypotheses.
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, each line
-ended by a newline and by nothing else. A pair is two codes in alphabetical order, ``de-en``; a pair
-that never had training lines is a zero-shot pair.
+ended by a newline and by nothing else. A pair is two codes in alphabetical order, for example
+``de-en``; a pair that never had training lines is a zero-shot pair.
 
 A side that a machine wrote has a mark after its language. It makes the pair a pair of its own, that
 has training lines only and is trained in one direction: ``de+back-en`` from back-translated German
@@ -168,8 +168,8 @@ _HYPOTHESIS = TypeAdapter(Hypothesis)
 def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, int]]:
     """Return the table pair → counted thing → count that the statistics hold under ``name``.
 
-    ``pairs`` counts the lines of every split; ``tokens``, of shards, the training tokens of every
-    language.
+    ``pairs`` counts the lines of every split, for example ``{"de-en": {"train": 8000}}``;
+    ``tokens``, of shards, the training tokens of every language.
 
     Raises:
         ArtifactError: The statistics lack the table, or it is malformed.

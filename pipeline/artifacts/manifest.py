@@ -180,7 +180,7 @@ def how_to_restore(directory: Path) -> str:
 
 
 def updates_of_name(name: str) -> int:
-    """Return the number in a state's name: ``update-0000100`` → 100."""
+    """Return the number in a state's name, for example 100 of ``update-0000100``."""
     found = STATE_NAME.fullmatch(name)
     assert found is not None, "a state is known by its name"
     return int(found[1])

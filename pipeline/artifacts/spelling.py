@@ -127,7 +127,7 @@ def _normal(text: str, form: Form) -> str:
 
 
 def message_field(key: bytes, content: bytes) -> bytes:
-    """Return a field with a length of a protocol buffer, such as a SentencePiece model."""
+    """Return a field with a length of a protocol buffer, for example a SentencePiece model."""
     length, size = len(content), bytearray()
     while length >= 0x80:
         size.append(length & 0x7F | 0x80)

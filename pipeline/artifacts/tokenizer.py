@@ -88,8 +88,8 @@ class TokenizerDescription(BaseModel):
     segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
     """Language written without spaces → segmenter."""
     token_spellings: dict[str, str] = Field(default_factory=dict)
-    """Language → spelling of its token in the imported vocabulary (``eng_Latn`` in NLLB). It
-    affects no id; other languages follow ``language_token_scheme``."""
+    """Language → spelling of its token in the imported vocabulary, for example NLLB's ``eng_Latn``.
+    It affects no id; other languages follow ``language_token_scheme``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,7 +16,7 @@ class BatchesConfig(Settings):
     """Micro-batches per update over all ranks; there can be no more ranks than that."""
     tokens: BatchTokens = 4096
     """Token budget of a micro-batch: the larger of its padded source and target tokens stays within
-    it."""
+    it. 4,096 hold, for example, 40 sentences of 100 tokens."""
     window_steps: Annotated[int, whole(1, 10**6)] = 32
     """Approximate number of updates that are drawn at once and sorted by length."""
     one_direction: bool = False

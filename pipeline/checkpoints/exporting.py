@@ -245,7 +245,7 @@ def languages_of_group(spec: ModelSpec, group: int) -> list[str]:
 
 
 def described_groups(spec: ModelSpec) -> str:
-    """Return the groups with their languages, as in ``0 (de, en), 1 (ru)``."""
+    """Return the groups with their languages, for example ``0 (de, en), 1 (ru)``."""
     return ", ".join(
         f"{group} ({', '.join(languages_of_group(spec, group))})"
         for group in range(spec.num_groups)

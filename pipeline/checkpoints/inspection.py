@@ -184,10 +184,10 @@ class CheckpointDifference:
     """The differences of two checkpoints."""
 
     settings: tuple[str, ...]
-    """Changed settings, as in ``model.width: 16 → 32``."""
+    """Changed settings, for example ``model.width: 16 → 32``."""
     other_tokenizer: bool
     only_in_one: tuple[str, ...]
-    """Tensors of one checkpoint, as in ``decoder.final_norm.bias: only in the first``."""
+    """Tensors of one checkpoint, for example ``decoder.final_norm.bias: only in the first``."""
     shapes: tuple[str, ...]
     """Tensors of another shape or type."""
     values: tuple[TensorDifference, ...]

@@ -40,7 +40,7 @@ class LayerPruning:
     """The kept experts of one MoE layer."""
 
     layer: str
-    """Name of the layer, as in ``decoder.layers.1``."""
+    """Name of the layer, for example ``decoder.layers.1``."""
     experts: tuple[int, ...]
     """Old ids of the kept experts, ascending; an expert's index is its new id."""
     kept_mass: float

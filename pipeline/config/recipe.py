@@ -249,7 +249,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         name: the recipe; None: all settings at their defaults.
-        overrides: sections and settings, as ``--set`` of a command or ``set`` of a plan has them.
+        overrides: settings of ``--set`` or of a plan, for example ``{"training": {"updates": 9}}``.
     """
     sections = overrides or {}
     merged: dict[str, Any] = {}
@@ -475,7 +475,7 @@ NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "a
 
 NEWER = ("tokenizer.normalization",)
 """Settings of which no value is what versions did that had none: results of these stay up to date,
-such as a vocabulary that a model was trained with."""
+for example a vocabulary that a model was trained with."""
 
 THRESHOLDS = "training.resource_thresholds"
 STATES_SAVED = "training.checkpoint_every"
@@ -531,7 +531,7 @@ def _shown(name: str, flat: Mapping[str, Any]) -> Any:
 
 
 def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return the first difference, as ``training.updates: 10 → 20``; None if there is none."""
+    """Return the first difference, for example ``training.updates: 10 → 20``; None without one."""
     return next(iter(setting_changes(old, new)), None)
 
 

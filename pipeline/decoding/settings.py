@@ -69,7 +69,7 @@ class DecodingConfig(Settings):
     """Seed of sampling. A sentence's samples depend only on the seed and the sentence: equal lines
     have equal samples, whatever else is in the batch."""
     banned: tuple[str, ...] = ()
-    """Phrases that no translation may contain, not even within a word."""
+    """Phrases that no translation contains, even in words: ``art``, for example, bans ``party``."""
     required: tuple[str, ...] = ()
     """Phrases that every translation must contain, as the vocabulary spells them; beam search
     only."""
@@ -83,8 +83,8 @@ class DecodingConfig(Settings):
     """Compute the log-probability of every word, in one pass over the finished translation."""
     router_language: str = ""
     """Language whose vector an Ada-MSHA router with ``language_vector`` sees, regardless of the
-    source language: MoCE's experiment with wrong vectors (appendix I). Empty: the source
-    language."""
+    source language, for example ``fi`` for Romanian: MoCE's experiment with wrong vectors (appendix
+    I). Empty: the source language."""
     alignments: bool = False
     """Align each word with the source word of the highest attention, averaged over the heads of a
     layer."""

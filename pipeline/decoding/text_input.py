@@ -69,7 +69,7 @@ class IncomingLine:
     """Line number, counted from 1."""
     text: str
     problem: str = ""
-    """Reason why the line is unreadable, as in "is not UTF-8"."""
+    """Reason why the line is unreadable, for example "is not UTF-8"."""
 
 
 class IncomingLines:
@@ -190,7 +190,7 @@ class TextFile:
 
     @property
     def output(self) -> str:
-        """Name of its translations: ``a/b.jsonl.gz`` → ``a/b.txt``."""
+        """Name of its translations, for example ``a/b.txt`` for ``a/b.jsonl.gz``."""
         name = plain_name(self.name)
         if self.has_records or self.is_table:
             return name[: name.rindex(".")] + TEXT

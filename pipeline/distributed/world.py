@@ -190,7 +190,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
 
 
 def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
-    """Return the tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
+    """Return the tasks on this node: entry SLURM_NODEID of the variable's list."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environment:
             counts = slurm_counts(environment, name)
@@ -199,7 +199,7 @@ def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
 
 
 def slurm_counts(environment: Mapping[str, str], name: str) -> list[int]:
-    """Return the numbers of a variable with a list like ``2(x3),1``: 2, 2, 2, 1.
+    """Return the numbers of a variable with a list, for example 2, 2, 2, 1 of ``2(x3),1``.
 
     Raises:
         ConfigError: It holds no such list.
@@ -224,7 +224,7 @@ def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
 
 
 def slurm_hosts(node_list: str, *, environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes of a list like ``n[01-03,7]``; at least one.
+    """Return the nodes of a list, for example of ``n[01-03,7]``; at least one.
 
     Raises:
         ConfigError: scontrol cannot be run, or knows no node of the list.

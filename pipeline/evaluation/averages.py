@@ -147,8 +147,8 @@ def average_by_set(
 ) -> list[SetAverage]:
     """Return mean scores by set of languages (in any usual spelling) and family of directions.
 
-    The language is the source if the pivot is the target, else the target: averages of Any → En are
-    over source languages, averages of En → Any and of zero-shot directions over target languages.
+    The language is the source if the pivot is the target, else the target, for example ``de`` of
+    en-de: averages of Any → En are over source languages, all others over target languages.
     """
 
     def code_of(profile: DirectionProfile) -> str:

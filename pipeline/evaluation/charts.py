@@ -24,7 +24,7 @@ class Series:
     name: str
     points: tuple[Point, ...]
     place: int  # chooses color and dashes
-    upright: float | None = None  # position of a vertical line, such as the mean
+    upright: float | None = None  # position of a vertical line, for example the mean
     low: tuple[Point, ...] = ()
     high: tuple[Point, ...] = ()  # edges of a band around the line; empty: none
     outline: tuple[tuple[Point, Point], ...] = ()  # segments around the points of a scatter chart

@@ -72,7 +72,7 @@ class Curve:
     """Updates of the earlier runs; None if some of them can no longer be found."""
     pivot: str | None = None
     directions: Mapping[str, float] = field(default_factory=dict)
-    """Direction (``de-en``) → its loss at the last validation."""
+    """Direction (for example ``de-en``) → its loss at the last validation."""
 
 
 def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:

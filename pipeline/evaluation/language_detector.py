@@ -322,7 +322,7 @@ def lid176() -> FastText:
 
 
 def _code_of_label(label: str) -> str | None:
-    """Return our code for a label such as ``en``, or ``eng_Latn`` of GlotLID; None without one."""
+    """Return our code for a label, for example ``en`` for ``eng_Latn``; None without one."""
     try:
         # lid.176 names languages by their Wikipedias: als is Alemannic there, not Tosk Albanian.
         return "gsw" if label == "als" else canonical(label)

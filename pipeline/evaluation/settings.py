@@ -29,11 +29,11 @@ class EvaluationConfig(Settings):
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
     """Scores to compute, in the order of the reports."""
     bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
-    """Tokenizer of BLEU: sacreBLEU's for each target language, or the same for all."""
+    """Tokenizer of BLEU: sacreBLEU's per target language, for example ``zh``, or one for all."""
     language_accuracy: bool = True
     """Whether to compute the language accuracies among ``scores``."""
     baseline: str = ""
-    """System that the others are compared with in every direction. Empty: the first system."""
+    """System that others are compared with, for example ``dense, longer``; empty: the first."""
     nearest_neighbor: bool = False
     """Whether to add a baseline, "nearest neighbor", that answers each test line with the
     translation of the most similar training line of the pair."""

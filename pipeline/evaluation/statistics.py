@@ -14,9 +14,9 @@ Intervals of scores in 0–100 end there, and intervals of their differences at 
   variances contain, counts once. Systems with the same seeds are paired by seed.
 - **Tests.** The p-values of all directions and systems are corrected together (Holm 1979).
 
-Test sets such as FLORES-200, NTREX-128 and Bible verses have the same sentences in every language.
-Scores of their directions vary together over sentences, so their lines are drawn together. Equal
-text on a side that two pairs share tells which lines are the same sentence:
+Some test sets, for example FLORES-200, NTREX-128 and Bible verses, have the same sentences in every
+language. Scores of their directions vary together over sentences, so their lines are drawn
+together. Equal text on a side that two pairs share tells which lines are the same sentence:
 
 - A line has a key on each side: its text, how often the side has that text, and which of these
   occurrences it is. A repeated short line thus agrees only with a side that repeats it as often.

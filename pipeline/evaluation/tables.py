@@ -28,8 +28,8 @@ class Cell:
     """A cell of a table or an item of a list."""
 
     value: Value  # a text, or a number to be printed by ``format``; None prints as a dash
-    format: str = ","  # format specification of a number, as in ``f"{value:.1f}"``
-    note: str = ""  # text in smaller print after the value, such as a confidence interval
+    format: str = ","  # format specification of a number, for example ``.1f``
+    note: str = ""  # text in smaller print after the value, for example an interval
     bold: bool = False
     code: bool = False  # print in a fixed-width font
 

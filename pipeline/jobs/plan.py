@@ -101,7 +101,7 @@ def num_bytes(size: str | None) -> int | None:
 
 
 def seconds_of(time: str | None) -> int | None:
-    """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
+    """Return the seconds of a time limit, for example ``90`` (minutes), ``1:30:00`` or ``2-12``."""
     if time is None:
         return None
     match = _TIME.fullmatch(time.strip())
@@ -160,14 +160,14 @@ class PlanStage(Settings):
     run: str
     """Name of the stage to run, for example ``pretrain``."""
     recipe: str = ""
-    """Recipe; empty for stages that read no settings."""
+    """Recipe, for example ``bible24_moe+smoke``; empty for stages that read no settings."""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Sections and settings laid over the recipe and its overlays."""
+    """Settings laid over recipe and overlays, for example ``{ training = { updates = 400 } }``."""
     inputs: dict[str, Annotated[str | dict[str, str], WrapValidator(_one_refusal)]] = Field(
         default_factory=dict
     )
-    """Input → stage name, or ``$`` and the name of an input of the plan; for inputs that take
-    several artifacts, a table of name → stage name."""
+    """Input → stage name, or ``$`` and an input of the plan, for example ``{ raw = "$corpus" }``;
+    for inputs that take several artifacts, a table of name → stage name."""
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """Number of processes."""
     threads: Annotated[int, whole(1, MAX_PROCESSES)] = 1

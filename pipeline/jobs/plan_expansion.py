@@ -27,8 +27,8 @@ class Matrix(Settings):
     """``[matrix.NAME]``: the rows over which stages are expanded."""
 
     rows: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Row → its values. Placeholders stand for them; ``recipe``, ``set`` and the like are settings
-    of the row's stages, too."""
+    """Row → its values, for example ``lms_64`` → ``{ label = "d = 64" }``. Placeholders stand for
+    them; ``recipe``, ``set`` and the like are settings of the row's stages, too."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Values of rows without their own."""
     order: Literal["stages", "rows"] = "stages"

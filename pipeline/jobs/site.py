@@ -138,19 +138,19 @@ class Site(Queue):
     cpu: Queue | None = None
     """Where stages run that ask for no GPU; not set: with the others."""
     ds_config: str | None = None
-    """The ds_config that ``auto`` stands for; not set: ``zero1_bf16`` if nodes have GPUs, else
-    ``cpu_fp32``."""
+    """The ds_config that ``auto`` stands for, for example ``zero2_fp16`` for V100; not set:
+    ``zero1_bf16`` if nodes have GPUs, else ``cpu_fp32``."""
     setup: str = ""
     """Lines of bash that run first in every job, for example ``module load`` and the activation of
     an environment."""
     container: Words = ()
     """Command that runs python in a container, for example ``apptainer exec --nv IMAGE``."""
     interface: Line | None = None
-    """Network interface between nodes; not set: the first that NCCL and gloo find."""
+    """Network interface between nodes, for example ``ib0``; not set: NCCL and gloo choose."""
     max_restarts: Annotated[int, whole(0, MAX_RESTARTS)] | None = None
     """Restarts without progress after which a job gives up; not set: the job script's."""
     environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(default_factory=dict)
-    """Further variables of every job."""
+    """Further variables of every job, for example ``{ TMPDIR = "/scratch" }``."""
 
     def queue(self, *, has_gpus: bool) -> Queue:
         """Return where a stage runs."""

@@ -297,7 +297,7 @@ def _follows(x: Tensor, before: Tensor) -> bool:
 
 
 def sliced(x_NX: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return equally wide slices of rows, such as queries, keys and values of one product.
+    """Return equally wide slices of rows, for example queries, keys and values of one product.
 
     Gradients that lie beside each other, as :func:`attend_packed` writes them, are not copied.
     """

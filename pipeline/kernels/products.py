@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x Wᵀ for a matrix with very many outputs, such as a vocabulary; differentiable.
+    """Return x Wᵀ for a matrix with very many outputs, for example a vocabulary; differentiable.
 
     On devices other than the CPU, it is :func:`padded_product` in 16 bits.
     """

@@ -1,4 +1,4 @@
-"""Linear layers with one matrix per slot, such as a language, of which a batch may mix several.
+"""Linear layers with one matrix per slot, for example per language; a batch may mix slots.
 
 A slot is a matrix of a stacked parameter. The rows of a sentence are contiguous and have the same
 slot. A GPU knows which slots a batch uses, and the host does not. There are three forms:

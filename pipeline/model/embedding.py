@@ -34,7 +34,7 @@ class Embedding(nn.Module):
         self.output_scale: nn.Parameter | None = None
         self.output_weight: nn.Parameter | None = None
         self.projection: nn.Module | None = None
-        """Module that computes logits instead of the table, such as a quantized one."""
+        """Module that computes logits instead of the table, for example a quantized one."""
         match config.input:
             case "learned" | "frozen":
                 is_learned = config.input == "learned"

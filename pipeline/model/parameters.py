@@ -147,8 +147,8 @@ def is_router(name: str) -> bool:
 def select_experts(router: Tensor, experts: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return a router's tensor for these of its experts.
 
-    A router may have any tensors, such as a bias (E,) or preferences (languages, E): the dimension
-    of the experts is the one that differs from the shape of the result.
+    A router may have any tensors, for example a bias (E,) or preferences (languages, E): the
+    dimension of the experts is the one that differs from the shape of the result.
     """
     for dimension, (before, after) in enumerate(zip(router.shape, shape, strict=True)):
         if before != after:

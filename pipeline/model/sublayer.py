@@ -216,7 +216,7 @@ class Sublayer:
     f_step: InnerFunction
     """The inner function of one decoding step."""
     after: After | None = None
-    """Module of an extension that changes the result of ``f``, such as gated projections."""
+    """Module of an extension that changes the result of ``f``, for example gated projections."""
 
     def __call__(self, x: Residual, *inputs: object, **options: object) -> Residual:
         """Apply the sublayer to all positions.

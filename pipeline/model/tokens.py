@@ -92,7 +92,7 @@ class Tokens:
         return self._route_numbers[key]
 
     def over(self, packing: Packing) -> "Tokens":
-        """Return the metadata of other tokens of the same sentences, such as their sources."""
+        """Return the metadata of other tokens of the same sentences, for example their sources."""
         if id(packing) not in self._over:
             other = replace(
                 self,

@@ -1,9 +1,9 @@
 """Train a dense, MoE or MoE-LGR model from scratch: the stage ``pretrain`` (MMNMT, §4.1).
 
 It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Every
-rank runs this module; ``mmnmt pretrain --processes N`` or a launcher such as ``torchrun`` starts
-the ranks. :func:`train`, which :mod:`~pipeline.stages.finetune` calls, too, checks the data and
-starts the loop of :mod:`pipeline.training.loop`.
+rank runs this module; ``mmnmt pretrain --processes N`` or a launcher, for example ``torchrun``,
+starts the ranks. :func:`train`, which :mod:`~pipeline.stages.finetune` calls, too, checks the data
+and starts the loop of :mod:`pipeline.training.loop`.
 """
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class LayersOfExperts:
     """The MoE layers of a model, whose routes are counted.
 
     Attributes:
-        names: names of the layers, such as ``decoder.layers.1``.
+        names: names of the layers, for example ``decoder.layers.1``.
         num_experts: experts of each layer.
     """
 

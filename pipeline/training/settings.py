@@ -104,9 +104,9 @@ class TrainingConfig(Settings):
     (Switch Transformer §2.2)."""
     expert_parallel_size: Annotated[int, whole(1, 2**14)] = 1
     """Ranks that share one copy of the experts; must divide the number of experts. If it does not
-    divide the number of ranks, the greatest common divisor is used. It changes memory and speed,
-    not the result. Language experts are shared in the same way, but their number need not be
-    divisible."""
+    divide the number of ranks, the greatest common divisor is used, for example 2 for a size of 8
+    on 6 ranks. It changes memory and speed, not the result. Language experts are shared in the same
+    way, but their number need not be divisible."""
     recompute_layers: bool = False
     """Keep only the inputs of layers and recompute the rest in the backward pass: less memory,
     about a third more computation, the same result."""
@@ -130,8 +130,9 @@ class TrainingConfig(Settings):
     afterwards."""
     average_last: Annotated[int, whole(0, MAX_STATES)] = 0
     """Number of training states whose mean is the result: the last multiples of checkpoint_every
-    and the last update; if there are fewer, all of them. The mean replaces the weights of the best
-    validation, which then only decides when training stops (patience). 0: no mean."""
+    and the last update, for example 4,000, 5,000 and 5,500; if there are fewer, all. The mean
+    replaces the weights of the best validation, which then only decides when training stops
+    (patience). 0: no mean."""
     best_by_route: Route = "specific"
     """Route whose validation selects the weights to keep, for a model with two routes."""
     resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
@@ -139,9 +140,9 @@ class TrainingConfig(Settings):
         500_000,
     )
     """Training lines that separate the resource tiers of pairs: low ≤ first, high ≥ second, medium
-    between. With three numbers, pairs up to the first are extremely low. A recipe with another
-    ``corpus.source`` than its parent does not inherit them, since they describe the parent's
-    corpus."""
+    between: by default, for example, a pair with 300,000 lines. With three numbers, pairs up to the
+    first are extremely low. A recipe with another ``corpus.source`` than its parent does not
+    inherit them, since they describe the parent's corpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

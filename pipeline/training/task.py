@@ -104,4 +104,4 @@ class Task(Protocol):
         """Write what the artifact holds apart from its weights."""
 
     def trained_on(self) -> str:
-        """Return the amount of training data, such as ``40 sentence pairs of 3 language pairs``."""
+        """Describe the training data, for example ``40 sentence pairs of 3 language pairs``."""

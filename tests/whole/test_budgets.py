@@ -73,7 +73,7 @@ IDIOMS = {
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
-LEAST_EXAMPLES = 0.44  # 1.0
+LEAST_EXAMPLES = 1.23
 """Least occurrences of "for example", "e.g." and "i.e." per 1,000 words of prose."""
 
 LEAST_COMMENTS = {

@@ -89,7 +89,7 @@ class Assembly(Settings):
     tokenizer: str = ""
     """Path of another vocabulary: a tokenizer artifact, or a checkpoint that contains one."""
     languages: dict[str, str] = Field(default_factory=dict)
-    """New language → a language that gives it a row and a group, or ``fresh``."""
+    """New language → the language of its row and group, for example ``ru``, or ``fresh``."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type of the written tensors."""
 

@@ -8,7 +8,7 @@ behind it refuse a configuration that a model of ours cannot have, and name the 
 and plain containers (torch's own list, with ``weights_only``, which also refuses tar files and
 scripts), an ``argparse.Namespace``, and a few classes that are not needed and that an empty class
 replaces. A file that names anything else is refused before it is constructed. Archives are mapped,
-not read: entries that are not used, such as the optimizer's state, take no memory.
+not read: entries that are not used, for example the optimizer's state, take no memory.
 """
 
 import errno
@@ -34,7 +34,7 @@ from pipeline.model.settings import ModelConfig
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
-"""Settings of an adapter such as LoRA, as peft writes them."""
+"""Settings of an adapter, for example LoRA, as peft writes them."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -398,8 +398,8 @@ def numbered(
 def model_codes(spellings: Iterable[str]) -> dict[str, str]:
     """Return spelling → our code, of languages that a model tells apart.
 
-    If the registry has one code for two of them (NLLB's ``pes_Arab`` and ``prs_Arab`` are ``fa``),
-    the first gets it, and the second keeps its own: ``prs``.
+    If the registry has one code for two of them, for example ``fa`` for NLLB's ``pes_Arab`` and
+    ``prs_Arab``, the first gets it, and the second keeps its own: ``prs``.
     """
     found: dict[str, str] = {}
     for spelling, code in distinct_codes(spellings).items():

@@ -67,7 +67,7 @@ class MshaConfig(ScalingFront):
 
     kind: Literal["msha"] = "msha"
     scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (0, 0, 2, 2, 3, 3, 4, 4)
-    """Scale δ of each head."""
+    """Scale δ of each head; at 3, for example, a head convolves 5 tokens."""
 
     def check_shape(self, model: ModelShape) -> None:
         """Raise ValueError if the layer does not exist or the scales do not match the heads."""

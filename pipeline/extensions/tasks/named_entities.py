@@ -88,8 +88,8 @@ def label(
 ) -> list[Labelled]:
     """Cut a sentence into parts of at most ``max_tokens``; label each word at its first piece.
 
-    A word without pieces (such as a lone joiner) becomes an unknown one; a word longer than a part
-    is truncated. Tags that the model does not know become ``O``, as may occur in test sentences.
+    A word without pieces (for example a lone joiner) becomes an unknown one; a word longer than a
+    part is truncated. Tags that the model does not know, as in test sentences, become ``O``.
     """
     number = {tag: index for index, tag in enumerate(tags)}
     words = [_pieces_of(token, pieces)[: max_tokens - 2] for token in sentence.tokens]

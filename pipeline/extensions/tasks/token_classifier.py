@@ -271,7 +271,7 @@ class TaskFiles:
 
     @classmethod
     def questions(cls, folder: Path) -> "TaskFiles":
-        """Find files with names like ``xquad.de.train.json``."""
+        """Find files by their names, for example ``xquad.de.train.json``."""
         return cls(folder, _QUESTIONS, "NAME.LANGUAGE.SPLIT.json")
 
     def path(self, language: str, split: Split) -> Path:

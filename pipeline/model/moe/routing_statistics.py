@@ -24,7 +24,7 @@ class RoutingStatistics:
     """Routing counts over a set of real tokens.
 
     Attributes:
-        layers: names of the MoE layers, such as ``decoder.layers.1``.
+        layers: names of the MoE layers, for example ``decoder.layers.1``.
         languages: codes of the target languages.
         tokens_LG: number of routed tokens.
         entropy_LG: entropy of the router's probabilities, summed over tokens, in nats.
