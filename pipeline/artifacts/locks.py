@@ -318,15 +318,18 @@ def is_abandoned(path: Path) -> bool:
 
 @contextmanager
 def exclusive(path: Path, *, what: str) -> Iterator[Lock]:
-    """Hold the lock ``path`` of the folder ``what`` within the block; parent folders are made.
+    """Hold the lock ``path`` of the folder ``what`` within the block.
+
+    Missing parent folders are made, and removed again if the block leaves them empty: a refused
+    command leaves nothing.
 
     Raises:
         ArtifactError: Another process holds the lock, or it cannot be made.
     """
     claim = _Claim(path, what=what)
+    made = [folder for folder in path.parents if not os.path.lexists(folder)]
     try:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             lock = claim.wait()
         except OSError as error:
             raise unwritable(what, error, "choose another folder") from error
@@ -353,6 +356,9 @@ def exclusive(path: Path, *, what: str) -> Iterator[Lock]:
             except BaseException:  # a signal that arrives here
                 claim.lock.release()
                 raise
+        with contextlib.suppress(OSError):
+            for folder in made:
+                folder.rmdir()
 
 
 def lock_path(out_dir: Path) -> Path:
@@ -406,7 +412,7 @@ class _Claim:
         """Return the lock if it is free or can be taken over; None to try again."""
         is_new = True
         try:
-            self.path.mkdir()
+            self.path.mkdir(parents=True)  # another process may remove a parent that it had made
         except FileExistsError:
             is_new = False
             if self.path.is_symlink() or self.path.is_file():

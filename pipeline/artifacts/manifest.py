@@ -484,11 +484,20 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
 
     Folders that are linked in count as folders, once each: by their own name if they are below the
     root without a link, else by the first link. ``hidden`` also yields what is hidden.
+
+    Raises:
+        ArtifactError: A folder cannot be listed, and its text would be lost; hidden ones have none.
     """
+
+    def refuse(error: OSError) -> None:
+        parts = Path(error.filename).relative_to(root).parts
+        if not any(part.startswith(".") for part in parts):
+            raise ArtifactError(unreadable(error.filename, error, "Make it readable.")) from error
+
     seen: set[tuple[int, int]] = set()
     starts = deque([root])
     while starts:  # links come after all folders of the walk that found them
-        for folder, folder_names, names in os.walk(starts.popleft()):
+        for folder, folder_names, names in os.walk(starts.popleft(), onerror=refuse):
             status = Path(folder).stat()
             if (status.st_dev, status.st_ino) in seen:
                 folder_names.clear()

@@ -82,8 +82,20 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(self._option_string_actions.get(name), argparse._StoreAction):
                 seen.add(name)
             if name[:2] == "--" and " " not in word and name not in self._option_string_actions:
-                fix = self.instead.get(name) or hint(name, known)
+                fix = self.instead.get(name) or self._takers_of(name) or hint(name, known)
                 self.error(f"there is no option {name!r}{fix}")
+
+    def _takers_of(self, name: str) -> str:
+        """Return what to write for an option that is called after the value of others.
+
+        For example ``--only STAGE`` for ``--stage``; empty if no option takes such a value.
+        """
+        wanted = name.removeprefix("--").upper().removesuffix("S")
+        takers = [action for action in self._actions if action.metavar == wanted]
+        if not all(action.option_strings for action in takers):
+            return f" before {wanted}. Leave it out."
+        options = (f"'{action.option_strings[0]} {wanted}'" for action in takers)
+        return f". Did you mean {' or '.join(options)}?" if takers else ""
 
     def refuse_unknown_command(
         self, name: str, known: Sequence[str], every: Iterable[Sequence[str]]

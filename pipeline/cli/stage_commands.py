@@ -101,6 +101,8 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
             refuse_paths(options)
             if "chosen" not in options:
                 return _stage_command(stage, options, arguments)
+        if own_rank() != 0:
+            return 0  # ranks share standard input, and each would take some of its lines
         return FILTER.action(options)  # nothing to go on with: a signal ends it by default
 
     return guarded(stage.called, act, is_rank=True, leads=stage.parallel != "ranks")
@@ -114,7 +116,7 @@ def parser_of(stage: Stage, arguments: Sequence[str]) -> argparse.ArgumentParser
         return stage_parser(stage)
     parser = FILTER.parser()
     of_stage = "beside --from and --to, which translate standard input to standard output"
-    parser.instead = dict.fromkeys(("--out", "--corpus"), f" {of_stage}. Leave it out.")
+    parser.instead = dict.fromkeys((*STAGE_OPTIONS, "--corpus"), f" {of_stage}. Leave it out.")
     parser.instead[""] = "Text comes from standard input: write < before the name of a file"
     return parser
 

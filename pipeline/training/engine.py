@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ from pipeline.training.optim import (
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
+MONITORS = {"tensorboard": "'mmnmt[monitors]'", "wandb": "wandb"}
+"""Monitor that DeepSpeed imports → what pip installs."""
+
 
 def _summed(terms: LossTerms, *, labels: int) -> Tensor:
     """Return what is summed over passes: cross entropy, weighted balance loss, routes (float64).
@@ -89,10 +93,16 @@ def merge_ds_config(
 
     Raises:
         ConfigError: a key the recipe owns, a key DeepSpeed would ignore, a ZeRO stage other than
-            1 or 2, gradients of experts that would be reduced over the wrong ranks, or more ranks
-            than micro-batches.
+            1 or 2, gradients of experts that would be reduced over the wrong ranks, more ranks
+            than micro-batches, or a monitor that is not installed.
     """
     check_ds_config(ds_config)
+    for name, package in MONITORS.items():
+        if ds_config.get(name, {}).get("enabled") and find_spec(name) is None:
+            raise ConfigError(
+                f"The ds_config enables {name}, which is not installed here. Run pip install "
+                f"{package}, or set {name}.enabled to false."
+            )
     zero = _checked_zero(ds_config["zero_optimization"])
     if world_size == 1:
         zero["contiguous_gradients"] = False

@@ -445,6 +445,26 @@ def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: 
         raw_digest(tmp_path / "fifo")
 
 
+@pytest.mark.parametrize("closed", ["de-en", "de-en/more"])
+def test_a_raw_folder_that_cannot_be_listed_is_refused_and_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """The tests may run as root, who can list every folder."""
+    write(tmp_path, {"train.de": b"1", "de-en/more/train.en": b"1", ".trash/old": b"1"})
+    original = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) in (tmp_path / closed, tmp_path / ".trash"):
+            raise denied(path)
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ArtifactError) as refused:
+        raw_digest(tmp_path)
+    folder = tmp_path / closed
+    assert str(refused.value) == f"{folder} cannot be read (Permission denied). Make it readable."
+
+
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
     has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

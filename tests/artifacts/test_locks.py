@@ -143,6 +143,20 @@ def test_a_lock_that_cannot_be_made_is_one_sentence_and_leaves_nothing(
         pass
 
 
+@pytest.mark.parametrize("name", ["a/b/lock", "a/lock"])
+def test_folders_made_for_a_lock_go_with_it_unless_something_is_in_them(
+    tmp_path: Path, name: str
+) -> None:
+    path, kept = tmp_path / name, tmp_path / "kept"
+    with pytest.raises(ArtifactError, match="refused"), exclusive(path, what="x"):
+        raise ArtifactError("refused")
+    assert names_in(tmp_path) == []
+    kept.mkdir()
+    with exclusive(kept / name, what="x"):
+        (kept / "a" / "made").touch()
+    assert [*kept.rglob("*")] == [kept / "a", kept / "a" / "made"]
+
+
 def test_a_file_written_in_part_is_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
     with monkeypatch.context() as patch:

@@ -210,6 +210,15 @@ def test_an_unknown_command_is_answered_with_a_list_that_has_each_command_once(
         ("describe", "--recipie x", "there is no option '--recipie'. Did you mean '--recipe'?"),
         ("run", "demo --dry", "there is no option '--dry'. Did you mean '--dry-run'?"),
         ("checkpoint fold", "x --ouput y", "there is no option '--ouput'. Did you mean '--out'?"),
+        (
+            *("status", "demo --stages clean"),
+            "there is no option '--stages'. Did you mean '--only STAGE' or '--until STAGE'?",
+        ),
+        ("run", "x --overlay y", "there is no option '--overlay'. Did you mean '--with OVERLAY'?"),
+        (
+            *("export", "--checkpoint x"),
+            "there is no option '--checkpoint' before CHECKPOINT. Leave it out.",
+        ),
         ("run", "demo --with a --with=b", "--with is there twice. Pass it once"),
         ("train", "--recipe a --recipe b --out y", "--recipe is there twice. Pass it once"),
         ("run", "demo --only corpus clean", "nothing reads 'clean'. Repeat --only before it"),
@@ -233,6 +242,11 @@ def test_an_unknown_command_is_answered_with_a_list_that_has_each_command_once(
             *("translate", "--from en --to de --out x"),
             "there is no option '--out' beside --from and --to, which translate standard input to "
             "standard output. Leave it out.",
+        ),
+        (
+            *("translate", "--from en --to de --processes 2"),
+            "there is no option '--processes' beside --from and --to, which translate standard "
+            "input to standard output. Leave it out.",
         ),
         (
             *("translate --text", "x --from en"),
@@ -961,6 +975,23 @@ def test_a_filter_translates_standard_input_and_says_the_rest_on_standard_error(
     assert translate[0]["decoding"] == DecodingConfig()
     assert (translate[0]["source"], translate[0]["target"]) == ("en", "de")
     assert capsys.readouterr().err == "mmnmt translate: done.\n"
+
+
+@pytest.mark.parametrize("environments", LAUNCHED, ids=LAUNCHERS)
+def test_of_the_ranks_of_a_launcher_only_the_first_reads_lines(
+    bench: Bench,
+    translate: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    environments: list[dict[str, str]],
+) -> None:
+    bench.train()
+    for environment, told in ((environments[1], 0), (environments[0], 1)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        _pipe(monkeypatch, b"ab\n")
+        given = ["translate", "--checkpoint", bench.at("model"), "--from", "en", "--to", "de"]
+        assert cli.main(given) == 0
+        assert len(translate) == told
 
 
 @pytest.mark.parametrize(("moe", "mmnmt", "best"), [(2.03, 2.98, "moe"), (3.5, 2.9, "mmnmt")])

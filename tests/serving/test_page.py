@@ -383,6 +383,25 @@ def test_languages_and_texts_are_swapped(tab: Tab, served: Served) -> None:
     assert tab.run(values) == ["Deutsch (de)", "English (en)", back]
 
 
+def test_a_swap_keeps_what_is_typed_until_its_translation_is_there(
+    tab: Tab, served: Served
+) -> None:
+    visit(tab, served, script=NO_TIMERS)
+    fill(tab, "Haus")
+    choose(tab, "from", "deu")
+    choose(tab, "to", "engl")
+    wait_for_text(tab, "narrow", served.post(q="Haus").json()["translatedText"])
+    fill(tab, GERMAN)
+    tab.click(by_id("swap"))
+    assert tab.run(f"{by_id('text')}.value") == GERMAN, "Only an earlier text is translated."
+    answer = served.post(q=GERMAN, source="en", target="de").json()
+    wait_for_text(tab, "narrow", answer["translatedText"])
+    tab.run("window.fetch = () => new Promise(() => {})")
+    choose(tab, "to", "fran")
+    tab.click(by_id("swap"))
+    assert tab.run(f"{by_id('text')}.value") == GERMAN, "It is translated into German, not French."
+
+
 def test_a_server_with_a_key_translates_when_the_key_is_typed(
     tab: Tab, served: Served, models: list[str], tmp_path: Path
 ) -> None:

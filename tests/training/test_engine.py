@@ -1,6 +1,8 @@
 """Updates under DeepSpeed are those of a plain PyTorch loop in one process, on any topology."""
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -444,6 +446,19 @@ def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
         merge({**zero_config(1), **addition})
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("tensorboard", "'mmnmt[monitors]'"), ("wandb", "wandb")]
+)
+def test_a_monitor_that_is_not_installed_is_refused_before_deepspeed_imports_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, fix: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    off: dict[str, Any] = {**zero_config(1), name: {"enabled": False}}
+    assert merge(off)[name] == {"enabled": False}
+    with pytest.raises(ConfigError, match=rf"enables {name}, .* Run pip install {re.escape(fix)},"):
+        merge({**off, name: {"enabled": True}})
 
 
 def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
