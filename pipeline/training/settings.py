@@ -139,9 +139,9 @@ class TrainingConfig(Settings):
         500_000,
     )
     """Training lines that separate the resource tiers of pairs: low ≤ first, high ≥ second, medium
-    between. With three numbers, pairs up to the first are extremely low. A recipe with another
-    ``corpus.source`` than its parent does not inherit them, since they describe the parent's
-    corpus."""
+    between. With three numbers, pairs up to the first are extremely low. Pairs without training
+    lines have none. A recipe with another ``corpus.source`` than its parent does not inherit them,
+    since they describe the parent's corpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
