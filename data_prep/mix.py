@@ -2,7 +2,7 @@
 
 Reads shards. Makes a mixture (``mixture.json``), which depends only on the amount of text and on
 the settings of the mixture. The statistics and the summary also say how often training will see
-each pair with the recipe's updates and batches; those numbers do not affect the mixture.
+each pair at most with the recipe's updates and batches; those numbers do not affect the mixture.
 """
 
 import math
@@ -44,7 +44,7 @@ class PairSize:
         """Return the expected size of a sentence in a batch.
 
         It is the mean number of tokens of the longer side plus 2, for end-of-sentence and a
-        language token. Batches count the longer side, without padding.
+        language token. Batches also hold padding: a tenth in large windows, a third in small ones.
         """
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
@@ -238,7 +238,7 @@ def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
 def expected_draws(
     recipe: Recipe, phase: Phase, sizes: Mapping[str, PairSize], *, updates: int
 ) -> dict[str, float]:
-    """Return pair → sentence pairs that this many updates draw, in both directions together."""
+    """Return pair → sentence pairs that this many updates draw at most, in both directions."""
     probabilities = phase.probabilities
     mean_size = math.fsum(
         probability * sizes[pair].in_batches for pair, probability in probabilities.items()
@@ -281,8 +281,8 @@ def repeats(
     times = (f"each of {pair} {rounded(epochs[pair])} times" for pair in extremes)
     return (
         f"{counted(len(sizes), 'pair')} with {counted(train_lines, 'training line')}; "
-        f"{counted(updates, 'update')} of the recipe would draw about {sentences:,.0f} sentence "
-        f"pairs: {', '.join(times)}"
+        f"{counted(updates, 'update')} of the recipe would draw at most {sentences:,.0f} sentence "
+        f"pairs, fewer by the padding of batches: {', '.join(times)}"
     )
 
 

@@ -271,6 +271,13 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
     return next((tier for tier, most in bounded if imported_lines <= most), "medium")
 
 
+def tiers_of(training: Artifact, *, thresholds: tuple[int, ...]) -> dict[str, Resource]:
+    """Return the resource tier of every pair that has training lines left; others have none."""
+    imported = imported_lines(training)
+    trained = line_counts(training, "train")
+    return {pair: resource_of(imported[pair], thresholds=thresholds) for pair in trained}
+
+
 def languages(artifact: Artifact) -> list[str]:
     """Return all languages of a corpus or shards, sorted; for a part, of the whole corpus."""
     sides = {code for name in pair_counts(artifact) for code in name.split("-")}

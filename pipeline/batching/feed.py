@@ -17,7 +17,6 @@ from pipeline.artifacts.corpus import (
     Direction,
     Split,
     directions_of,
-    imported_lines,
     language_of,
     line_counts,
 )
@@ -353,7 +352,6 @@ class TrainingData:
         self.mixture, self.seed = mixture, seed
         self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
-        self.imported_lines = imported_lines(shards)
 
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1

@@ -387,7 +387,8 @@ def _estimate_plan(options: argparse.Namespace) -> int:
         return 0
     head = ["GPUs", "EP", "GiB", "ms/update", "hours", "GPU h"]
     for name, stage in stages.items():
-        print(f"{name}: {counted(stage['updates'], 'update')}")
+        bound = "at most " if stage["is_upper_bound"] else ""
+        print(f"{name}: {bound}{counted(stage['updates'], 'update')}")
         found = stage["choices"]
         if found:
             print(text_table([*head, *found[0]["time"]], [*_rows(stage)]))
@@ -423,7 +424,11 @@ def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         )
     except ConfigError as error:
         raise ConfigError(f"Stage {task.name!r}: {error}") from error
-    return {"updates": recipe.training.updates, "choices": found, "refused": refused}
+    training = recipe.training
+    # Longer pieces make fewer updates; how many fewer, only the text tells.
+    is_bound = training.updates_of == "bytes" and recipe.tokenizer.kind != "bytes"
+    updates = {"updates": training.updates, "is_upper_bound": is_bound}
+    return {**updates, "choices": found, "refused": refused}
 
 
 def _rows(stage: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, TypeGuard, get_args
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
-from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
+from pipeline.artifacts.corpus import Resource, pair_name, tiers_of
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import is_count, read_json_lines
 from pipeline.errors import UserError
@@ -117,9 +117,7 @@ def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
     if shards is None or not is_usable or not all(isinstance(one, int) for one in found):
         return None, {}
     try:
-        lines = imported_lines(shards)
-        tiers = {pair: resource_of(lines[pair], thresholds=tuple(found)) for pair in lines}
-        return pivot_of(shards), tiers
+        return pivot_of(shards), tiers_of(shards, thresholds=tuple(found))
     except UserError:
         return None, {}
 

@@ -26,14 +26,13 @@ from pipeline.artifacts.corpus import (
     directions,
     directions_of,
     emptied_pairs,
-    imported_lines,
     is_synthetic,
     joined_lines,
     language_of,
     line_counts,
     read_hypotheses,
     read_lines,
-    resource_of,
+    tiers_of,
 )
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import LANGUAGE_ACCURACIES
@@ -91,7 +90,7 @@ def describe_directions(
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")
     pivot, emptied = pivot_of(training), emptied_pairs(training)
     joined = joined_lines(training)
-    imported = imported_lines(training)
+    tiers = tiers_of(training, thresholds=thresholds)
     made = Counter[Direction]()
     for pair in filter(is_synthetic, lines):
         for one in directions_of(pair):
@@ -113,11 +112,7 @@ def describe_directions(
         DirectionProfile(
             direction=direction,
             family=family(direction),
-            resource=(
-                resource_of(imported[direction.pair], thresholds=thresholds)
-                if direction.pair in lines
-                else None
-            ),
+            resource=tiers.get(direction.pair),
             training_lines=lines.get(direction.pair, 0),
             test_lines=test[direction.pair],
             synthetic_lines=made[direction],

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.corpus import Direction, Resource, language_of, resource_of
+from pipeline.artifacts.corpus import Direction, Resource, language_of, tiers_of
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.shards import read_mixture
 from pipeline.artifacts.tokenizer import Tokenizer, tokenizer_folder
@@ -109,7 +109,7 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         recipe = with_share_of_updates(recipe, cost_without_experts(model.spec))
         call = replace(call, recipe=recipe)
         check_phases(data, recipe.training)
-    check_tier(data, call.recipe.training)
+    check_tier(call, data)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
     for note in notes if world.rank == 0 else ():
@@ -131,22 +131,26 @@ def check_phases(data: TrainingData, training: TrainingConfig) -> None:
         )
 
 
-def check_tier(data: TrainingData, training: TrainingConfig) -> None:
-    """Check that some validation pair is of the resource tier ``training.best_by``.
+def check_tier(call: StageCall, data: TrainingData) -> None:
+    """Check that some trained pair with validation is of the resource tier ``training.best_by``.
 
     Raises:
         ConfigError: none is.
     """
-    tiers = {
-        resource_of(data.imported_lines.get(pair, 0), thresholds=training.resource_thresholds)
-        for pair in data.valid.offsets
-    }
+    training, of_pairs = call.recipe.training, tiers_of_training(call)
+    tiers = {of_pairs[pair] for pair in data.valid.offsets if pair in of_pairs}
     if training.best_by != "all" and training.best_by not in tiers:
+        found = ", ".join(sorted(tiers)) or "none"
         raise ConfigError(
-            f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
-            f"that resource tier, only of {', '.join(sorted(tiers))}. Name one of them, or change "
+            f"training.best_by is {training.best_by}, and no pair with training and validation "
+            f"sentences is of that resource tier, only of {found}. Name one of them, or change "
             "training.resource_thresholds."
         )
+
+
+def tiers_of_training(call: StageCall) -> dict[str, Resource]:
+    """Return the resource tier of every pair that is trained."""
+    return tiers_of(call.artifacts["shards"], thresholds=call.recipe.training.resource_thresholds)
 
 
 def check_languages(data: TrainingData, spec: ModelSpec) -> None:
@@ -193,17 +197,13 @@ def perplexity_of_loss(loss: float) -> float:
 
 
 def summarize_validation(
-    losses: dict[Direction, tuple[float, int]],
-    *,
-    imported_lines: dict[str, int],
-    thresholds: tuple[int, ...],
+    losses: dict[Direction, tuple[float, int]], *, tiers: Mapping[str, Resource]
 ) -> TranslationLosses:
     """Average summed losses over tokens, by direction, pair and resource tier.
 
     Args:
         losses: direction → (summed loss in nats, labels).
-        imported_lines: lines of each pair in the imported corpus, which decide its tier.
-        thresholds: ``training.resource_thresholds``.
+        tiers: the tier of every pair that is trained; zero-shot pairs have none.
     """
 
     def mean(chosen: Iterable[Direction]) -> float:
@@ -214,8 +214,8 @@ def summarize_validation(
     by_resource: dict[str, list[Direction]] = {}
     for direction in losses:
         by_pair.setdefault(direction.pair, []).append(direction)
-        resource = resource_of(imported_lines.get(direction.pair, 0), thresholds=thresholds)
-        by_resource.setdefault(resource, []).append(direction)
+        if direction.pair in tiers:
+            by_resource.setdefault(tiers[direction.pair], []).append(direction)
     overall = mean(losses)
     return TranslationLosses(
         loss=overall,
@@ -237,11 +237,7 @@ class Translation:
 
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> TranslationLosses:
         """Average losses by direction, pair and resource tier."""
-        return summarize_validation(
-            losses,
-            imported_lines=self.data.imported_lines,
-            thresholds=self.call.recipe.training.resource_thresholds,
-        )
+        return summarize_validation(losses, tiers=tiers_of_training(self.call))
 
     def kept_by(self, found: TranslationLosses) -> float:
         """Return the perplexity over all directions, or of the tier ``training.best_by``."""

@@ -141,8 +141,9 @@ class TrainingConfig(Settings):
     )
     """Training lines that separate the resource tiers of pairs: low ≤ first, high ≥ second, medium
     between: by default, for example, a pair with 300,000 lines. With three numbers, pairs up to the
-    first are extremely low. A recipe with another ``corpus.source`` than its parent does not
-    inherit them, since they describe the parent's corpus."""
+    first are extremely low. Pairs without training lines have no tier. A recipe with another
+    ``corpus.source`` than its parent does not inherit them, since they describe the parent's
+    corpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -23,6 +23,7 @@ from pipeline.artifacts.corpus import (
     read_lines,
     resource_of,
     text_name,
+    tiers_of,
     write_hypotheses,
 )
 from pipeline.errors import ArtifactError
@@ -99,6 +100,19 @@ def test_pairs_that_lost_their_training_lines_are_told_where_they_are_noted(tmp_
 )
 def test_thresholds_belong_to_the_low_and_the_high_group(lines: int, group: str) -> None:
     assert resource_of(lines, thresholds=(200, 500)) == group
+
+
+def test_only_pairs_with_training_lines_left_have_a_tier_which_follows_from_those_imported(
+    tmp_path: Path,
+) -> None:
+    """Zero-shot pairs counted as low-resource ones in validation losses, and in no report."""
+    pairs = {"de-en": {"train": 3}, "en-fr": {"train": 0, "valid": 1}, "de-fr": {"valid": 1}}
+    assert tiers_of(corpus(tmp_path, pairs), thresholds=(3, 9)) == {"de-en": "low"}
+    with writing(tmp_path / "cleaned", "corpus") as writer:
+        imported = {"de-en": {"train": 9}, "en-fr": {"train": 5}}
+        writer.statistics |= {"pairs": pairs, "imported": imported}
+    made = open_artifact(tmp_path / "cleaned", kind="corpus")
+    assert tiers_of(made, thresholds=(3, 9)) == {"de-en": "high"}
 
 
 def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:

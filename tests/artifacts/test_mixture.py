@@ -1,17 +1,20 @@
 """Sampling probabilities, and what they mean for the planned training."""
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.corpora import writing
 from support.stage_runs import run_stage
+from support.tiny_training import changed, make_inputs, make_recipe
 
 from data_prep.settings import MixtureConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions_of
 from pipeline.artifacts.shards import Phase, read_mixture
+from pipeline.batching.feed import TrainingData
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
@@ -70,13 +73,28 @@ def test_expected_epochs_spend_the_tokens_of_all_updates(tmp_path: Path) -> None
     assert made.statistics["expected_sentences"] == pytest.approx(sum(drawn.values()))
 
 
+@pytest.mark.parametrize("tokens", [60, 120])
+def test_training_draws_fewer_sentences_than_expected_by_its_padding(
+    tokens: int, tmp_path: Path
+) -> None:
+    """The summary said "about", where batches of sentences of many lengths held 1.6 times less."""
+    recipe = changed(make_recipe(), "batches", tokens=tokens)
+    made = make_inputs(tmp_path, recipe=recipe)
+    mixed = read_mixture(made.mixture)
+    planner = TrainingData(made.shards, mixed, recipe.batches, seed=1).planner
+    steps = islice(planner.steps((0, 0)), recipe.training.updates)
+    drawn = sum(len(batch.line_B) for step in steps for batch in step.micro_batches)
+    assert drawn < made.mixture.statistics["expected_sentences"]
+    assert "would draw at most" in made.mixture.manifest.summary[0]
+
+
 def test_how_long_training_will_be_is_told_but_makes_no_other_mixture(tmp_path: Path) -> None:
     short = mixture(tmp_path / "short")
     long = mixture(tmp_path / "long", updates=100, micro_batches=4 * 8)
     assert long.statistics["expected_sentences"] == pytest.approx(
         8 * short.statistics["expected_sentences"]
     )
-    assert "100 updates of the recipe would draw about" in long.manifest.summary[0]
+    assert "100 updates of the recipe would draw at most" in long.manifest.summary[0]
     assert (long.digest, long.manifest.key) == (short.digest, short.manifest.key)
 
 
@@ -95,9 +113,9 @@ def test_the_summary_has_the_pairs_most_and_least_repeated_or_left_out(tmp_path:
     epochs = {pair: f"{number:.3g}" for pair, number in made.statistics["expected_epochs"].items()}
     sentences = made.statistics["expected_sentences"]
     assert made.manifest.summary == (
-        f"3 pairs with 1,004 training lines; 50 updates of the recipe would draw about "
-        f"{sentences:,.0f} sentence pairs: each of en-yi {epochs['en-yi']} times, each of de-en "
-        f"{epochs['de-en']} times",
+        f"3 pairs with 1,004 training lines; 50 updates of the recipe would draw at most "
+        f"{sentences:,.0f} sentence pairs, fewer by the padding of batches: each of en-yi "
+        f"{epochs['en-yi']} times, each of de-en {epochs['de-en']} times",
         "temperature 2 over pairs, by their sentences",
         "left out, no training data left: de-fr",
     )

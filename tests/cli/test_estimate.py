@@ -128,6 +128,17 @@ def test_updates_of_a_dense_model_are_estimated_in_updates_of_the_stages_own(
     assert (found < 1000) == (stage == "moe")
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("sentencepiece", "at most "), ("bytes", "")])
+def test_updates_of_bytes_bound_the_updates_of_longer_pieces(
+    kind: str, bound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were told as the stage's own, and so were the hours of all."""
+    changes = ["--set", "training.updates_of=bytes", "--set", f"tokenizer.kind={kind}"]
+    arguments = ["demo", "--only", "dense", "--processes", "1", *SMALL, *changes]
+    assert cli.main(["estimate", *arguments]) == 0
+    assert capsys.readouterr().out.startswith(f"dense: {bound}400 updates\n")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

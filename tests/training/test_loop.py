@@ -614,14 +614,12 @@ def test_validation_means_are_over_tokens_not_over_directions() -> None:
         Direction("en", "ru"): (200.0, 50),
         Direction("ru", "fr"): (8.0, 4),
     }
-    summary = summarize_validation(
-        losses, imported_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
-    )
+    summary = summarize_validation(losses, tiers={"de-en": "high", "en-ru": "low"})
     assert summary.loss == pytest.approx(308 / 94)
     assert summary.perplexity == pytest.approx(math.exp(308 / 94))
     assert summary.directions == {"de-en": 1.0, "en-de": 3.0, "en-ru": 4.0, "ru-fr": 2.0}
     assert summary.pairs == {"de-en": 2.5, "en-ru": 4.0, "fr-ru": 2.0}
-    assert summary.resources == pytest.approx({"high": 2.5, "low": 208 / 54})
+    assert summary.resources == pytest.approx({"high": 2.5, "low": 4.0})
 
 
 def test_what_training_did_not_write_stays_in_a_finished_runs_folder_and_is_named(
