@@ -832,12 +832,13 @@ def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
     slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
     chosen = ("submit", "demo", "--until", "dense", "--site", "site.toml")
-    site = 'node = { cpus = 16, gpus = 8, gpu_memory = "20M" }'
-    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
-    code, said = run(*chosen)
-    assert code == 2
-    assert "Stage dense: a rank needs" in said
-    assert "where a GPU has 0.0 GiB" in said
+    for memory, told in (("20M", "20 MiB"), ("1K", "0.000977 MiB")):
+        site = f'node = {{ cpus = 16, gpus = 8, gpu_memory = "{memory}" }}'
+        (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+        code, said = run(*chosen)
+        assert code == 2
+        assert "Stage dense: a rank needs" in said
+        assert f"where a GPU has {told}. " in said
     (tmp_path / "site.toml").write_text('node = { cpus = 16, memory = "20M" }', encoding="utf-8")
     assert "2 ranks need" in run(*chosen)[1]
     (tmp_path / "site.toml").write_text("node = { cpus = 16 }", encoding="utf-8")
