@@ -305,22 +305,32 @@ def test_a_stage_that_is_one_process_gets_one_task_on_the_first_node(bench: Benc
 
 
 @pytest.mark.parametrize(
-    "setup", ["source /there/is/no/site.sh", "module load cuda\nexport CUDA=12", "false; true"]
+    ("setup", "told"),
+    [
+        ("source /there/is/no/site.sh", "failed."),
+        ("module load cuda\nexport CUDA=12", "failed."),
+        ("false; true", "failed."),
+        ("exit 0", "ended the job by exit."),
+        ("leave() { exit; }; leave", "ended the job by exit."),
+    ],
 )
-def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str) -> None:
+def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str, told: str) -> None:
     bench.variables = {"MMNMT_SETUP": f"module() {{ return 1; }}\n{setup}"}
     assert bench.run("", script=True) == EXIT_USER_ERROR
-    assert "(MMNMT_SETUP) failed" in bench.said
+    assert f"(MMNMT_SETUP) {told}" in bench.said
+    assert bench.said.count("mmnmt:") == 1
     assert not (bench.folder / "calls").exists()
 
 
 @pytest.mark.slow
-def test_a_site_may_read_unset_variables_and_call_what_fails(bench: Bench) -> None:
+def test_a_site_may_read_unset_variables_call_what_fails_and_change_folders(bench: Bench) -> None:
     site = bench.folder / "site.sh"
     site.write_text('module() { test -z "$UNSET"; false; true; }\nmodule load cuda\nfalse\ntrue\n')
-    setup = f"source '{site}'\nfalse || true\n[ -z x ] && true"
+    setup = f"source '{site}'\nfalse || true\n[ -z x ] && true\ncd /"
     bench.variables = {"MMNMT_SETUP": setup, "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
-    assert bench.run(PUBLISH + "end(0, 'done')", script=True) == 0, bench.said
+    here = "Path(os.environ['FOLDER'], 'here').write_text(os.getcwd())\n"
+    assert bench.run(f"{PUBLISH}{here}end(0, 'done')", script=True) == 0, bench.said
+    assert (bench.folder / "here").read_text() == str(Path.cwd())
     assert " env IN_CONTAINER=1 python -P -m pipeline" in bench.calls("srun")[0]
 
 
@@ -353,16 +363,6 @@ def test_a_variable_that_is_no_number_of_this_job_is_one_sentence_before_any_ran
     assert not bench.calls("srun")
 
 
-# ---------------------------------------------------------------- pure parts
-
-
-def test_variables_tell_the_ranks_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = ["n1", "n2", "n7"]
-    monkeypatch.setattr("pipeline.jobs.inside_job.slurm_hosts", lambda *_, **__: hosts)
-    variables = {"SLURM_JOB_NODELIST": "n[1-2,7]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
-    job = running_job(variables | {"SLURM_JOB_ID": "9"})
-    assert job.nodes == ("n1", "n1", "n2", "n2", "n7")
-    assert job.attempt == "9.0"
 @pytest.mark.parametrize(
     ("commands", "told"),
     [
@@ -410,6 +410,16 @@ def test_a_disk_that_cannot_be_written_is_told_with_its_fix(
     assert [verdict.verdict for verdict in verdicts(tmp_path / "out")] == ["failed"]
 
 
+# ---------------------------------------------------------------- pure parts
+
+
+def test_variables_tell_the_ranks_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["n1", "n2", "n7"]
+    monkeypatch.setattr("pipeline.jobs.inside_job.slurm_hosts", lambda *_, **__: hosts)
+    variables = {"SLURM_JOB_NODELIST": "n[1-2,7]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    job = running_job(variables | {"SLURM_JOB_ID": "9"})
+    assert job.nodes == ("n1", "n1", "n2", "n2", "n7")
+    assert job.attempt == "9.0"
     assert step_options(job.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
 
 
