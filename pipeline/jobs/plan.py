@@ -87,8 +87,8 @@ MAX_CPUS = 4096
 
 _UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
-_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
-_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
+_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?", re.ASCII)
 
 
 def num_bytes(size: str | None) -> int | None:

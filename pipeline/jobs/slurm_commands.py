@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from pipeline.errors import SchedulerError
 from pipeline.jobs.sbatch import Request
-from pipeline.jobs.site import OWN_OPTIONS, OWN_VARIABLES
+from pipeline.jobs.site import OWN_VARIABLES
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a command of SLURM may take."""
@@ -226,13 +226,11 @@ def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     options of sbatch, which override ``#SBATCH`` lines: a site may set ``SBATCH_EXPORT=NONE``.
     """
     kept = ("SLURM_CONF", "SLURM_JWT")  # the latter is a password
-    own = {f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS}
-    dropped = {"SBATCH_ARRAY_INX", *own, *OWN_VARIABLES}
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SACCT_")
     return {
         name: value
         for name, value in environment.items()
-        if name in kept or not (name in dropped or name.startswith(prefixes))
+        if name in kept or not (name in OWN_VARIABLES or name.startswith(prefixes))
     }
 
 

@@ -304,9 +304,8 @@ def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
         "MMNMT_MAX_RESTARTS": "" if site.max_restarts is None else str(site.max_restarts),
         "NCCL_SOCKET_IFNAME": site.interface or "",
         "GLOO_SOCKET_IFNAME": site.interface or "",
-        **site.environment,
     }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in given.items() if value} | site.environment
 
 
 # ---------------------------------------------------------------- submitting

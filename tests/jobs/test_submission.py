@@ -176,6 +176,7 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
             "max_restarts": 2,
             "options": ("--constraint=h100",),
         }
+            "environment": {"MMNMT_FUSED_KERNELS": "off", "SLURM_MPI_TYPE": ""},
     )
     submit_plan(graph(out), site)
     job = slurm.jobs[slurm.ids()["dense"]]
@@ -191,6 +192,8 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
         "MMNMT_THREADS": "1",
         "MMNMT_MAX_RESTARTS": "2",
     }
+        "MMNMT_FUSED_KERNELS": "off",
+        "SLURM_MPI_TYPE": "",
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
 
 
