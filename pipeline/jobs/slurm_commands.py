@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -137,15 +138,17 @@ def look_up(job_id: str) -> SlurmJob | None:
 
 
 def _accounted(job_id: str) -> SlurmJob | None:
-    """Return a job that SLURM has forgotten, from accounting; None without accounting.
+    """Return a job that SLURM has forgotten, from accounting; None if that tells nothing.
 
     SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
-    as running for ever.
+    as running for ever; where its database does not answer, the job has ended all the same.
     """
     if shutil.which("sacct") is None:
         return None
     columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
-    lines = [line for line in _ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
+    lines: list[str] = []
+    with suppress(SchedulerError):
+        lines = [line for line in _ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
     state, end, name, *_ = f"{lines[-1] if lines else ''}|||".split("|")
     state = re.sub(r"\W.*", "", state)
     if state not in _ENDED:

@@ -1,6 +1,7 @@
 """Submitting plans, and showing and canceling their jobs, with made-up commands of SLURM."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -331,6 +332,48 @@ def test_accounting_tells_how_a_forgotten_job_ended(slurm: FakeSlurm, out: Path)
     (slurm.bin / "sacct").write_text("#!/bin/sh\necho 'RUNNING|Unknown'\n", encoding="utf-8")
     assert "failed" in status(graph(out))["corpus"]
     assert "submitted as job" in submit(one_stage(out))[0]
+
+
+@pytest.mark.parametrize("script", ["exec sleep 60", "exit 1"])
+def test_a_forgotten_job_has_ended_although_accounting_does_not_answer(
+    slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    submit(one_stage(out))
+    slurm.forget(slurm.ids()["corpus"])
+    answers(slurm, "sacct", script)
+    (slurm.bin / "sacct").chmod(0o755)
+    monkeypatch.setattr(slurm_commands, "ANSWER_SECONDS", 0.2)
+    assert "SLURM does not know the job any more" in status(one_stage(out))["corpus"]
+    assert "submitted as job" in submit(one_stage(out))[0]
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_the_jobs_of_a_folder_are_not_those_of_its_copy(
+    slurm: FakeSlurm, out: Path, state: str
+) -> None:
+    submit(graph(out))
+    slurm.become(slurm.ids()["corpus"], state)
+    before, copy = slurm.jobs, out.with_name("copy")
+    shutil.copytree(out, copy)
+    cancel_jobs(graph(copy), [])
+    assert status(graph(copy))["corpus"] == "corpus missing"
+    assert all("instead of" not in line for line in submit(graph(copy)))
+    assert len(slurm.jobs) == 2 * len(before)
+    assert slurm.jobs.items() >= before.items()
+    assert all("as job" in line for line in submit(graph(copy))), "its own jobs are kept"
+    assert len(slurm.jobs) == 2 * len(before)
+
+
+def test_a_folder_that_was_moved_keeps_its_jobs(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    moved = out.rename(out.with_name("moved"))
+    out.symlink_to(moved)
+    assert all("waits as job" in line for line in submit(graph(out))), "the same folder"
+    out.unlink()
+    submit(graph(moved))  # where they would write is gone
+    jobs = [job for job in slurm.jobs.values() if job["state"] == "PENDING"]
+    assert len(jobs) == len(graph(moved).tasks)
+    assert all(f"--out={moved}/" in " ".join(job["stage"]) for job in jobs)
 
 
 @pytest.mark.parametrize("other", [{"name": "bash"}, {"comment": "mmnmt-0123456789abcdef"}])
