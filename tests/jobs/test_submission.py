@@ -621,7 +621,10 @@ def test_the_job_of_a_stage_that_left_the_plan_is_shown_and_can_be_canceled(
     monkeypatch.setitem(globals(), "GRAPH", renamed)
     found = status(graph(out))[stage]
     assert found.startswith(f"{stage} {row} {job}.0 ")
-    assert f"not in the plan any more; `mmnmt cancel` with --only {stage} ends" in found
+    assert f"not in this plan; `mmnmt cancel` with --only {stage} ends" in found
+    for chosen in ({"only": ["corpus"]}, {"until": ["shards"]}):
+        assert stage in (few := status(graph(out).chosen(**chosen)))
+        assert "evaluation" not in few, "it is left out, and in the plan"
     log = log_dir(out / stage) / f"{job}.log"
     log.write_text("its log", encoding="utf-8")
     assert last_log(graph(out), stage) == log
