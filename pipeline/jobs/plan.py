@@ -218,7 +218,11 @@ def load_plan(name_or_path: str) -> Plan:
     """
     path = toml_path(name_or_path, folder="plans", what="plan")
     where = f"Plan {name_or_path!r}"
-    document = expand(read_toml(path), where=where)
+    written, known = read_toml(path), (*Plan.model_fields, "defaults", "matrix")
+    for name in written:
+        if name not in known:  # before the tables that are there seem to lack stages
+            raise no_such(f"{where}: there is no setting", name, known)
+    document = expand(written, where=where)
     try:
         plan = Plan.model_validate({"name": path.stem, **document})
     except ValidationError as error:
