@@ -476,7 +476,8 @@ def resolve_plan(
         overrides: laid over all of that, as ``--set`` states them.
         given: plan input → data from outside.
         processes: overrules the plan's where a stage can use several.
-        auto: ds_config that ``auto`` stands for, if stages run on other machines than this one.
+        auto: ds_config that ``auto`` stands for, if stages run on other machines than this one;
+            for stages whose job asks for no GPU it is ``cpu_fp32``.
 
     Raises:
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
@@ -498,7 +499,8 @@ def resolve_plan(
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
         if planned.ds_config == AUTO:
-            planned = planned.model_copy(update={"ds_config": auto})
+            on_cpu = auto != AUTO and planned.job.gpus_per_process == 0
+            planned = planned.model_copy(update={"ds_config": "cpu_fp32" if on_cpu else auto})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
         stated = laid_over if planned.recipe else {}
         own = without_stated(planned.set, stated, values=TABLES)

@@ -176,8 +176,8 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
             "container": ("apptainer", "exec", "/an image"),
             "max_restarts": 2,
             "options": ("--constraint=h100",),
-        }
             "environment": {"MMNMT_FUSED_KERNELS": "off", "SLURM_MPI_TYPE": ""},
+        }
     )
     submit_plan(graph(out), site)
     job = slurm.jobs[slurm.ids()["dense"]]
@@ -192,9 +192,9 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
         "MMNMT_CONTAINER": "apptainer exec '/an image'",
         "MMNMT_THREADS": "1",
         "MMNMT_MAX_RESTARTS": "2",
-    }
         "MMNMT_FUSED_KERNELS": "off",
         "SLURM_MPI_TYPE": "",
+    }
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
 
 
@@ -875,6 +875,20 @@ def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
     assert "--ds-config=zero1_bf16" in job["stage"]
     record = json.loads((tmp_path / "runs/demo" / RECORD_NAME).read_text(encoding="utf-8"))
     assert record["ds_config"] == "zero1_bf16"
+
+
+@pytest.mark.parametrize("on_gpus", ["", 'ds_config = "zero2_fp16"\n'])
+def test_auto_stands_for_the_ds_config_of_a_cpu_where_a_stage_has_no_gpu(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]], on_gpus: str
+) -> None:
+    site = f"{on_gpus}[node]\ncpus = 16\ngpus = 8\n"
+    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+    plan = GRAPH.replace('recipe = "demo_moe"', 'recipe = "demo_moe", job.gpus_per_process = 0')
+    (tmp_path / "graph.toml").write_text(plan, encoding="utf-8")
+    assert run("submit", "graph.toml", "--site", "site.toml")[0] == 0
+    jobs = {name: slurm.jobs[job_id]["stage"] for name, job_id in slurm.ids().items()}
+    assert "--ds-config=cpu_fp32" in jobs["moe"]
+    assert f"--ds-config={'zero2_fp16' if on_gpus else 'zero1_bf16'}" in jobs["dense"]
 
 
 def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
