@@ -70,7 +70,7 @@ from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.site import load_site
 from pipeline.machine import installed_version, prepare_process, visible_gpus
-from pipeline.terminal import counted, listed
+from pipeline.terminal import counted, listed, size_text
 
 Mark = Literal["ok", "note", "wrong"]
 
@@ -348,9 +348,9 @@ def _disk(examined: Examined) -> Iterator[Finding]:
     sizes = plan_space(examined.placed, recipes)
     place = _existing(examined.out_dir)
     free = shutil.disk_usage(place).free
-    peak, kept = (f"{size / 2**30:,.1f} GiB" for size in sizes)
+    peak, kept = map(size_text, sizes)
     takes = f"models and states take {peak} at most and {kept} in the end"
-    there = f"{free / 2**30:,.1f} GiB are free in {place}"
+    there = f"{size_text(free)} are free in {place}"
     fix = "Make room, name another --out, or lower training.keep_last or training.average_last."
     problems = [] if free >= sizes[0] else [f"{there}, and {takes}. {fix}"]
     yield from _verdict("disk", problems, f"{there}; {takes}, without data.")

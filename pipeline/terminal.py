@@ -41,6 +41,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def size_text(size: float) -> str:
+    """Return bytes as ``1.5 GiB``, and less than a GiB as ``20 MiB``."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{rounded(size / 2**20)} MiB"
+
+
 def an_artifact(kind: str) -> str:
     """Return ``a corpus artifact``, ``an evaluation artifact``; ``a translations`` were wrong."""
     return f"{'an' if kind[:1] in tuple('aeiou') else 'a'} {kind} artifact"

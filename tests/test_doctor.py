@@ -116,7 +116,7 @@ def test_a_full_disk_is_wrong_and_names_what_the_plan_needs(
     code, wrong = visit()
     assert code == EXIT_USER_ERROR
     assert [*wrong] == ["disk"]
-    assert "0.0 GiB are free in" in wrong["disk"]
+    assert "0 MiB are free in" in wrong["disk"]
     assert "Make room, name another --out" in wrong["disk"]
 
 

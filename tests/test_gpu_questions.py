@@ -1,5 +1,6 @@
 """The script that measures on a GPU, as far as a machine without one can tell."""
 
+import argparse
 import json
 import os
 import signal
@@ -100,6 +101,22 @@ def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_p
     first, second = rows_of("search", found | {to_estimate: 1.0}, commit="new")
     assert (first.measured, first.holds, first.commit) == (0.7, True, "old")
     assert (second.measured, second.commit) == (1.0, "new")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("nosuch/gpu.json", "no folder nosuch"), ("text", "no result file"), (".", "no result file")],
+)
+def test_a_result_file_that_cannot_be_is_refused_before_anything_is_measured(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu import result_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("[]")
+    with pytest.raises(argparse.ArgumentTypeError, match=told):
+        result_file(name)
+    assert result_file("new.json") == Path("new.json")
 
 
 def test_rows_of_a_process_that_fails_or_hangs_are_kept() -> None:

@@ -223,7 +223,12 @@ def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
     return slurm_hosts(environment[names[0]] if names else "", environment=environment)[0]
 
 
-def slurm_hosts(node_list: str, *, environment: Mapping[str, str]) -> list[str]:
+def slurm_hosts(
+    node_list: str,
+    *,
+    environment: Mapping[str, str],
+    fix: str = "Export MASTER_ADDR as the name of the first node",
+) -> list[str]:
     """Return the nodes of a list, for example of ``n[01-03,7]``; at least one.
 
     Raises:
@@ -242,8 +247,7 @@ def slurm_hosts(node_list: str, *, environment: Mapping[str, str]) -> list[str]:
         return [hosts[0], *hosts[1:]]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ConfigError(
-            f"scontrol did not expand the node list {node_list!r} ({error}). Export MASTER_ADDR as "
-            "the name of the first node."
+            f"scontrol did not expand the node list {node_list!r} ({error}). {fix}."
         ) from error
 
 

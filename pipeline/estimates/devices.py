@@ -23,6 +23,7 @@ from pipeline.jobs.plan import Task, num_bytes
 from pipeline.jobs.site import Allocation
 from pipeline.model.spec import ModelSpec
 from pipeline.stage import StageCall
+from pipeline.terminal import size_text
 from pipeline.training.engine import merge_ds_config
 
 
@@ -155,17 +156,13 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
     )
     if gpu is not None and needed.device_bytes > gpu:
         raise ConfigError(
-            f"a rank needs {_gib(needed.device_bytes)} at its peak, where a GPU has {_gib(gpu)}. "
-            f"{_FEWER_BYTES}"
+            f"a rank needs {size_text(needed.device_bytes)} at its peak, where a GPU has "
+            f"{size_text(gpu)}. {_FEWER_BYTES}"
         )
     on_host = needed.host_bytes + (0 if on_gpu else needed.device_bytes)
     on_node = allocation.tasks_per_node * on_host
     if host is not None and on_node > host:
         raise ConfigError(
-            f"{allocation.tasks_per_node} ranks need {_gib(on_node)} of a node's memory, where it "
-            f"has {_gib(host)}. {_FEWER_BYTES}"
+            f"{allocation.tasks_per_node} ranks need {size_text(on_node)} of a node's memory, "
+            f"where it has {size_text(host)}. {_FEWER_BYTES}"
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -33,6 +33,7 @@ from pipeline.estimates.devices import DataSheet
 from pipeline.estimates.launches import Counted, Launch, count_training
 from pipeline.estimates.memory import ZeroSettings, estimate, optimizer_groups, shape_of
 from pipeline.kernels.products import meta_stands_for
+from pipeline.terminal import size_text
 
 LAUNCH_SECONDS = 31.9e-3 / 1471
 """Host time of an operator: a pass of dense_opus100 took 31.9 ms of it on an H200's machine."""
@@ -217,8 +218,8 @@ class _Forecast:
         }
         if min(needed.values()) > usable:
             raise ConfigError(
-                f"A GPU would need at least {min(needed.values()) / 2**30:.1f} GiB, and "
-                f"{usable / 2**30:.1f} GiB are usable. Use more GPUs, or smaller batches.tokens."
+                f"A GPU would need at least {size_text(min(needed.values()))}, and "
+                f"{size_text(usable)} are usable. Use more GPUs, or smaller batches.tokens."
             )
         times = {size: self.update_time(ranks, size) for size in needed if needed[size] <= usable}
         fastest = min(times, key=lambda size: sum(times[size].values()))

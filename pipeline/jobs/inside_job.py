@@ -35,7 +35,13 @@ from pipeline.distributed.world import (
     slurm_hosts,
     slurm_port,
 )
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
+from pipeline.errors import (
+    EXIT_RUN_AGAIN,
+    EXIT_USER_ERROR,
+    ConfigError,
+    UserError,
+    unwritable,
+)
 from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
     REPORTS,
@@ -52,6 +58,7 @@ from pipeline.jobs.job_endings import (
     judge_abandoned,
     judge_start,
     now,
+    one_line,
     read_ends,
     read_verdict,
     recorded_starts,
@@ -64,6 +71,7 @@ from pipeline.jobs.job_endings import (
 from pipeline.jobs.site import MAX_RESTARTS
 from pipeline.jobs.slurm_commands import job_fields, restarts_of
 from pipeline.registry import STAGES
+from pipeline.terminal import counted
 
 EXIT_FAILED = 1
 INSIDE_JOB, MPI_RANK = "pipeline.jobs.inside_job", "mpi-rank"
@@ -87,6 +95,7 @@ _NEAR_THE_LIMIT_SECONDS = 900
 _SCONTROL_SECONDS = 60
 _REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
+_SLURM_FIX = "Load SLURM's module in the setup of the site file (MMNMT_SETUP)"
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
 
@@ -123,11 +132,19 @@ def running_job(environment: Mapping[str, str]) -> RunningJob:
     """Return the job that the variables of a batch script describe.
 
     Raises:
-        ConfigError: scontrol cannot expand the list of nodes, or variables are no numbers.
+        ConfigError: scontrol cannot expand the list of nodes, or variables are no numbers or
+            contradict each other.
     """
-    hosts = slurm_hosts(environment.get("SLURM_JOB_NODELIST", ""), environment=environment)
+    node_list = environment.get("SLURM_JOB_NODELIST", "")
+    hosts = slurm_hosts(node_list, environment=environment, fix=_SLURM_FIX)
     defaults = {"SLURM_TASKS_PER_NODE": f"1(x{len(hosts)})", "SLURM_RESTART_COUNT": "0"}
     counts = slurm_counts({**defaults, **environment}, "SLURM_TASKS_PER_NODE")
+    if len(counts) != len(hosts):
+        raise ConfigError(
+            f"The environment variable SLURM_TASKS_PER_NODE counts the tasks of "
+            f"{counted(len(counts), 'node')}, and SLURM_JOB_NODELIST has {node_list}. Let sbatch "
+            "set both."
+        )
     return RunningJob(
         job=environment["SLURM_JOB_ID"],
         restart=integer({**defaults, **environment}, "SLURM_RESTART_COUNT", fix="unset it"),
@@ -147,19 +164,25 @@ def main(arguments: Sequence[str]) -> int:
     if not is_usable or out_dir is None:
         print(USAGE, file=sys.stderr)
         return EXIT_USER_ERROR
+    attempt = ""
     try:
         job = running_job(os.environ)
+        attempt = job.attempt
         if not is_spread(arguments):
             job = job.of_one_process()
         return _StageRun(job, arguments, out_dir=out_dir).run()
     except UserError as error:
         problem = str(error)
     except OSError as error:
-        problem = (
-            f"{out_dir.parent} cannot be written on {socket.gethostname()} "
-            f"({error.strerror or error}). Name an --out on storage that all nodes share."
-        )
+        place = f"{out_dir.parent} on {socket.gethostname()}"
+        problem = str(unwritable(place, error, "name an --out on storage that all nodes share"))
+        if error.filename == "srun":
+            problem = f"srun cannot be started ({error.strerror}). {_SLURM_FIX}."
     print(f"mmnmt {arguments[0]}: {problem}", file=sys.stderr)
+    with suppress(OSError):  # this start has no folder yet, or the disk is full
+        if attempt:
+            ended = now()
+            write_verdict(out_dir, Verdict("failed", one_line(problem), attempt, ended, ended))
     return EXIT_USER_ERROR
 
 

@@ -477,7 +477,8 @@ def _decide(
             text = f"{text}; {described_ranks(silent)} on {listed(nodes)} reported nothing"
         return "again", Cause(text)
     if not ends:
-        how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
+        lost = "the job's first node was lost, or could not write"
+        how = lost if code is None else f"srun: {describe_exit(code)}"
         text = f"no rank on {listed(nodes)} reported how it ended ({how})"
         return "again", Cause(text, nodes=nodes)
     if silent:

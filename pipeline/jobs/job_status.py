@@ -43,18 +43,18 @@ def show_jobs(resolved: ResolvedPlan, *, say: Callable[[str], None] = print) -> 
     table: list[list[str]] = []
     for task, row in zip(resolved.tasks, rows, strict=True):
         table += _rows(task, row, record=record, jobs=jobs)
-    table += _rows_without_stage(jobs or {}, {task.name for task in resolved.tasks})
+    table += _rows_without_stage(jobs or {}, resolved.plan.stages)
     say(text_table(["stage", "state", "job", "since", ""], table))
     if unknown:
         say(unknown)
 
 
 def _rows_without_stage(jobs: Jobs, stages: Collection[str]) -> list[list[str]]:
-    """Return the rows of jobs that wait or run for stages that left the plan since."""
+    """Return the rows of jobs that wait or run for stages that left the plan, or of another."""
     return [
         [
             *(name, "running" if job.runs else "waiting", job.attempt, job.since),
-            f"not in the plan any more; `mmnmt cancel` with --only {name} ends its job",
+            f"not in this plan; `mmnmt cancel` with --only {name} ends its job",
         ]
         for name, job in jobs.items()
         if name not in stages and job is not None and job.is_live

@@ -87,8 +87,8 @@ MAX_CPUS = 4096
 
 _UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
-_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
-_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
+_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?", re.ASCII)
 
 
 def num_bytes(size: str | None) -> int | None:
@@ -218,7 +218,11 @@ def load_plan(name_or_path: str) -> Plan:
     """
     path = toml_path(name_or_path, folder="plans", what="plan")
     where = f"Plan {name_or_path!r}"
-    document = expand(read_toml(path), where=where)
+    written, known = read_toml(path), (*Plan.model_fields, "defaults", "matrix")
+    for name in written:
+        if name not in known:  # before the tables that are there seem to lack stages
+            raise no_such(f"{where}: there is no setting", name, known)
+    document = expand(written, where=where)
     try:
         plan = Plan.model_validate({"name": path.stem, **document})
     except ValidationError as error:
@@ -472,7 +476,8 @@ def resolve_plan(
         overrides: laid over all of that, as ``--set`` states them.
         given: plan input → data from outside.
         processes: overrules the plan's where a stage can use several.
-        auto: ds_config that ``auto`` stands for, if stages run on other machines than this one.
+        auto: ds_config that ``auto`` stands for, if stages run on other machines than this one;
+            for stages whose job asks for no GPU it is ``cpu_fp32``.
 
     Raises:
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
@@ -494,7 +499,8 @@ def resolve_plan(
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
         if planned.ds_config == AUTO:
-            planned = planned.model_copy(update={"ds_config": auto})
+            on_cpu = auto != AUTO and planned.job.gpus_per_process == 0
+            planned = planned.model_copy(update={"ds_config": "cpu_fp32" if on_cpu else auto})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
         stated = laid_over if planned.recipe else {}
         own = without_stated(planned.set, stated, values=TABLES)

@@ -38,22 +38,55 @@ class Node(Settings):
     """Memory of a GPU, for example ``80G``; not set: not checked."""
 
 
+_EXPANDED = re.compile(r"\$[A-Za-z_{(]|`")
+"""Text that a shell would replace by another."""
+
+
 def _on_one_line(text: str) -> str:
-    """Refuse an empty text, and control characters, which sbatch would take literally."""
+    """Refuse an empty text, and what sbatch would take literally: control characters, variables."""
     if not text.strip() or re.search(r"[\x00-\x1f\x7f]", text):
         raise ValueError("Write a line of text, or leave it out")
+    if text.startswith("~/") or _EXPANDED.search(text):
+        raise ValueError("No shell expands it. Write what it stands for")
     return text
 
 
-OWN_VARIABLES = "MMNMT_SETUP MMNMT_CONTAINER MMNMT_THREADS MMNMT_MAX_RESTARTS".split()
-"""Variables by which settings reach the job script."""
+OWN_OPTIONS = {
+    **{"array": "a", "chdir": "D", "clusters": "M", "comment": "", "cpus-per-task": "c"},
+    **{"dependency": "d", "error": "e", "export": "", "export-file": "", "job-name": "J"},
+    **{"kill-on-invalid-dep": "", "no-requeue": "", "nodes": "N", "ntasks": "n"},
+    **{"ntasks-per-node": "", "open-mode": "", "output": "o", "requeue": "", "test-only": ""},
+    **{"time": "t", "wait": "W", "wrap": ""},
+}
+"""Long name → letter of the options of sbatch that contradict what ``submit`` passes or expects."""
+
+OWN_VARIABLES = (
+    *("MMNMT_SETUP", "MMNMT_CONTAINER", "MMNMT_THREADS", "MMNMT_MAX_RESTARTS"),
+    *("SBATCH_ARRAY_INX", *(f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS)),
+)
+"""Variables by which settings reach the job script, and variables of those options of sbatch."""
+
+_UNUSABLE = {
+    "OMP_NUM_THREADS": "a job sets OMP_NUM_THREADS by `threads` of the stage. Leave it out",
+    "PATH": "sbatch itself would be looked for in that PATH. Export it in setup",
+    **{
+        name: f"a job sets {name} itself. Leave it out"
+        for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
+    },
+}
+"""Variable that has no effect as a site's, or a wrong one → the refusal."""
 
 
-def _named(variables: dict[str, str]) -> dict[str, str]:
-    """Refuse names that bash would not take for a variable, and variables that submit sets."""
-    for name in variables:
+def _variables(variables: dict[str, str]) -> dict[str, str]:
+    """Refuse names that are no variable's, variables without effect, and values to expand."""
+    for name, value in variables.items():
         if name in OWN_VARIABLES:
             raise ValueError(f"mmnmt submit sets {name} itself. Leave it out")
+        if name in _UNUSABLE:
+            raise ValueError(_UNUSABLE[name])
+        if _EXPANDED.search(value):
+            fix = f"Write what it stands for, or export {name} in setup"
+            raise ValueError(f"no shell expands {shown(json.dumps(value))} of {name}. {fix}")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             fix = "Write letters from A to Z, digits and _"
             raise ValueError(f"{shown(json.dumps(name))} is no name of a variable. {fix}")
@@ -90,15 +123,6 @@ def _in_words(value: object) -> object:
 
 Words = Annotated[tuple[Line, ...], BeforeValidator(_in_words)]
 
-OWN_OPTIONS = {
-    **{"array": "a", "chdir": "D", "clusters": "M", "comment": "", "cpus-per-task": "c"},
-    **{"dependency": "d", "error": "e", "export": "", "export-file": "", "job-name": "J"},
-    **{"kill-on-invalid-dep": "", "no-requeue": "", "nodes": "N", "ntasks": "n"},
-    **{"ntasks-per-node": "", "open-mode": "", "output": "o", "requeue": "", "test-only": ""},
-    **{"wait": "W", "wrap": ""},
-}
-"""Long name → letter of the options of sbatch that contradict what ``submit`` passes or expects."""
-
 
 def _not_own(words: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse options of sbatch that would replace what the job needs: the last of two holds.
@@ -106,7 +130,8 @@ def _not_own(words: tuple[str, ...]) -> tuple[str, ...]:
     A word that neither is an option nor follows one would be the job's script to sbatch.
     """
     for before, word in pairwise(("", *words)):
-        if not (word.startswith("-") or (before.startswith("-") and "=" not in before)):
+        is_option = re.match("--?[A-Za-z]", word)
+        if not (is_option or (before.startswith("-") and "=" not in before)):
             raise ValueError(f"{shown(word)} is no option of sbatch. Begin it with --")
         long, letter = word.partition("=")[0].removeprefix("--"), word[1:2]
         is_long = word.startswith("--") and long in OWN_OPTIONS
@@ -149,7 +174,7 @@ class Site(Queue):
     """Network interface between nodes, for example ``ib0``; not set: NCCL and gloo choose."""
     max_restarts: Annotated[int, whole(0, MAX_RESTARTS)] | None = None
     """Restarts without progress after which a job gives up; not set: the job script's."""
-    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
     """Further variables of every job, for example ``{ TMPDIR = "/scratch" }``."""
 
     def queue(self, *, has_gpus: bool) -> Queue:
@@ -234,8 +259,9 @@ def allocate(task: Task, site: Site) -> Allocation:
     if tasks % nodes or tasks // nodes > most:
         sizes = [n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most]
         raise ConfigError(
-            f"{where} spreads {tasks} processes over {counted(nodes, 'node')}, of which each holds "
-            f"at most {most}, and all the same number. Set job.nodes to one of "
+            f"{where} spreads {counted(tasks, 'process', 'processes')} over "
+            f"{counted(nodes, 'node')}, of which each holds at most {most}, and all the same "
+            "number. Set job.nodes to one of "
             f"{', '.join(map(str, sizes))}, or leave it out."
         )
     wanted, there = num_bytes(job.memory), num_bytes(node.memory)

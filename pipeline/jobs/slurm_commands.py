@@ -13,12 +13,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pipeline.errors import SchedulerError
 from pipeline.jobs.sbatch import Request
-from pipeline.jobs.site import OWN_OPTIONS, OWN_VARIABLES
+from pipeline.jobs.site import OWN_VARIABLES
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a command of SLURM may take."""
@@ -137,15 +138,17 @@ def look_up(job_id: str) -> SlurmJob | None:
 
 
 def _accounted(job_id: str) -> SlurmJob | None:
-    """Return a job that SLURM has forgotten, from accounting; None without accounting.
+    """Return a job that SLURM has forgotten, from accounting; None if that tells nothing.
 
     SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
-    as running for ever.
+    as running for ever; where its database does not answer, the job has ended all the same.
     """
     if shutil.which("sacct") is None:
         return None
     columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
-    lines = [line for line in _ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
+    lines: list[str] = []
+    with suppress(SchedulerError):
+        lines = [line for line in _ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
     state, end, name, *_ = f"{lines[-1] if lines else ''}|||".split("|")
     state = re.sub(r"\W.*", "", state)
     if state not in _ENDED:
@@ -226,13 +229,11 @@ def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     options of sbatch, which override ``#SBATCH`` lines: a site may set ``SBATCH_EXPORT=NONE``.
     """
     kept = ("SLURM_CONF", "SLURM_JWT")  # the latter is a password
-    own = {f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS}
-    dropped = {"SBATCH_ARRAY_INX", *own, *OWN_VARIABLES}
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SACCT_")
     return {
         name: value
         for name, value in environment.items()
-        if name in kept or not (name in dropped or name.startswith(prefixes))
+        if name in kept or not (name in OWN_VARIABLES or name.startswith(prefixes))
     }
 
 

@@ -74,6 +74,8 @@ class JobsRecord(Settings):
 
     ds_config: str
     """The ds_config that ``auto`` stands for on the cluster."""
+    folder: str = ""
+    """The plan's folder; empty in records of earlier versions."""
     stages: dict[str, JobRecord] = Field(default_factory=dict)
 
     def with_job(self, stage: str, record: JobRecord) -> "JobsRecord":
@@ -84,6 +86,8 @@ class JobsRecord(Settings):
 def read_jobs(plan_dir: Path) -> JobsRecord | None:
     """Return the jobs of a plan's folder; None if nothing was submitted there.
 
+    In a copy of a folder, these jobs write to the original and are left out.
+
     Raises:
         ArtifactError: the record cannot be read.
     """
@@ -93,9 +97,12 @@ def read_jobs(plan_dir: Path) -> JobsRecord | None:
     fix = "cancel this plan's jobs with scancel and remove the file"
     document = read_json(path, fix=fix)
     try:
-        return JobsRecord.model_validate(document)
+        record = JobsRecord.model_validate(document)
     except ValidationError as error:
         raise ArtifactError(f"{path} is no record of jobs. {fix[0].upper()}{fix[1:]}.") from error
+    is_there = os.access(record.folder, os.F_OK)  # else it was moved
+    is_copy = is_there and not plan_dir.samefile(record.folder)
+    return record.model_copy(update={"stages": {}}) if is_copy else record
 
 
 def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
@@ -176,7 +183,9 @@ class _Submission:
         check_rebuild(self.resolved, self._rebuild)
         refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
-        self.record = read_jobs(self.resolved.out_dir) or JobsRecord(ds_config=ds_config)
+        out_dir = self.resolved.out_dir
+        record = read_jobs(out_dir) or JobsRecord(ds_config=ds_config)
+        self.record = record.model_copy(update={"folder": str(out_dir)})
         self.jobs = live_jobs(self.record) if self._asks else {}
 
     def decisions(self) -> list[Decision]:
@@ -304,9 +313,8 @@ def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
         "MMNMT_MAX_RESTARTS": "" if site.max_restarts is None else str(site.max_restarts),
         "NCCL_SOCKET_IFNAME": site.interface or "",
         "GLOO_SOCKET_IFNAME": site.interface or "",
-        **site.environment,
     }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in given.items() if value} | site.environment
 
 
 # ---------------------------------------------------------------- submitting

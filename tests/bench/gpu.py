@@ -442,6 +442,19 @@ def earlier(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
     return tables | {row.case: row for row in rows}
 
 
+def result_file(name: str) -> Path:
+    """Parse an option: an earlier result file, or a new file in a folder that exists."""
+    path = Path(name)
+    try:
+        if path.exists():
+            json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is no result file. Name another") from error
+    if not path.parent.is_dir():  # known before minutes of measuring are lost
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}. Make it first")
+    return path
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
@@ -449,7 +462,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only whether it runs")
     parser.add_argument("--demo", type=Path, default=ROOT / "runs" / "demo", help="demo's result")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="result file")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="result file")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

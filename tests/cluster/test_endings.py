@@ -219,7 +219,8 @@ def test_a_crash_of_the_first_node_is_judged_by_the_next_start(
     # SLURM kills the rank on the other node seconds later; whether it reports before is open.
     assert first.cause in (
         f"rank 0 on node1: {KILLED}",
-        "no rank on node1, node2 reported how it ended (the job's first node was lost)",
+        "no rank on node1, node2 reported how it ended "
+        "(the job's first node was lost, or could not write)",
     )
     assert last.verdict == "done"
     assert weights(bench.out_dir) == weights(uninterrupted.out_dir)

@@ -3,6 +3,7 @@
 tests/cluster/ runs the same on a real controller.
 """
 
+import errno
 import json
 import os
 import signal
@@ -18,13 +19,22 @@ from support.forked import started_code
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.inside_job import (
     failed_nodes,
+    main,
     meeting_port,
     running_job,
     step_options,
     why_asked,
     without_gpu_binding,
 )
-from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, Asked, Verdict, read_ends, verdicts
+from pipeline.jobs.job_endings import (
+    REPORTS,
+    TOLD_TO_END,
+    Asked,
+    Verdict,
+    read_ends,
+    start_dir,
+    verdicts,
+)
 from pipeline.jobs.slurm_commands import job_fields
 
 SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
@@ -295,22 +305,32 @@ def test_a_stage_that_is_one_process_gets_one_task_on_the_first_node(bench: Benc
 
 
 @pytest.mark.parametrize(
-    "setup", ["source /there/is/no/site.sh", "module load cuda\nexport CUDA=12", "false; true"]
+    ("setup", "told"),
+    [
+        ("source /there/is/no/site.sh", "failed."),
+        ("module load cuda\nexport CUDA=12", "failed."),
+        ("false; true", "failed."),
+        ("exit 0", "ended the job by exit."),
+        ("leave() { exit; }; leave", "ended the job by exit."),
+    ],
 )
-def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str) -> None:
+def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str, told: str) -> None:
     bench.variables = {"MMNMT_SETUP": f"module() {{ return 1; }}\n{setup}"}
     assert bench.run("", script=True) == EXIT_USER_ERROR
-    assert "(MMNMT_SETUP) failed" in bench.said
+    assert f"(MMNMT_SETUP) {told}" in bench.said
+    assert bench.said.count("mmnmt:") == 1
     assert not (bench.folder / "calls").exists()
 
 
 @pytest.mark.slow
-def test_a_site_may_read_unset_variables_and_call_what_fails(bench: Bench) -> None:
+def test_a_site_may_read_unset_variables_call_what_fails_and_change_folders(bench: Bench) -> None:
     site = bench.folder / "site.sh"
     site.write_text('module() { test -z "$UNSET"; false; true; }\nmodule load cuda\nfalse\ntrue\n')
-    setup = f"source '{site}'\nfalse || true\n[ -z x ] && true"
+    setup = f"source '{site}'\nfalse || true\n[ -z x ] && true\ncd /"
     bench.variables = {"MMNMT_SETUP": setup, "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
-    assert bench.run(PUBLISH + "end(0, 'done')", script=True) == 0, bench.said
+    here = "Path(os.environ['FOLDER'], 'here').write_text(os.getcwd())\n"
+    assert bench.run(f"{PUBLISH}{here}end(0, 'done')", script=True) == 0, bench.said
+    assert (bench.folder / "here").read_text() == str(Path.cwd())
     assert " env IN_CONTAINER=1 python -P -m pipeline" in bench.calls("srun")[0]
 
 
@@ -329,10 +349,10 @@ def test_a_job_without_a_stage_or_output_says_why(bench: Bench, arguments: list[
     [
         *(("MMNMT_MAX_RESTARTS", text) for text in ("abc", "-1", "")),
         ("SLURM_RESTART_COUNT", "x"),
-        ("SLURM_TASKS_PER_NODE", "2(x2"),
+        *(("SLURM_TASKS_PER_NODE", text) for text in ("2(x2", "4", "2(x3)", "0(x0)")),
     ],
 )
-def test_a_variable_that_is_no_number_is_one_sentence_before_any_rank_starts(
+def test_a_variable_that_is_no_number_of_this_job_is_one_sentence_before_any_rank_starts(
     bench: Bench, name: str, text: str
 ) -> None:
     bench.variables = {name: text}
@@ -341,6 +361,53 @@ def test_a_variable_that_is_no_number_is_one_sentence_before_any_rank_starts(
     assert f"{name} " in bench.said
     assert bench.said.count("\n") == 1
     assert not bench.calls("srun")
+
+
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        ([], "scontrol did not expand the node list 'n[1-2]'"),
+        (["scontrol", "scancel"], "srun cannot be started (No such file or directory)."),
+    ],
+)
+def test_a_setup_that_takes_away_slurm_s_commands_is_told_to_load_them(
+    bench: Bench, commands: list[str], told: str
+) -> None:
+    left = bench.folder / "left"
+    left.mkdir()
+    for name in commands:
+        (left / name).symlink_to(bench.folder / name)
+    bench.variables = {"PATH": str(left)}
+    assert bench.run("") == EXIT_USER_ERROR
+    last = bench.said.splitlines()[-1]
+    assert told in last
+    assert last.endswith("Load SLURM's module in the setup of the site file (MMNMT_SETUP).")
+    known = [verdict.cause for verdict in verdicts(bench.out_dir)]
+    assert known == ([last.removeprefix("mmnmt pretrain: ")] if commands else [])
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "make room, or"), (errno.EROFS, "mount that disk for")]
+)
+def test_a_disk_that_cannot_be_written_is_told_with_its_fix(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    fix: str,
+) -> None:
+    def refuse(_: object) -> int:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr("pipeline.jobs.inside_job._StageRun.run", refuse)
+    monkeypatch.setattr("pipeline.jobs.inside_job.slurm_hosts", lambda *_, **__: ["n1"])
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    start_dir(tmp_path / "out", "9.0").mkdir(parents=True)
+    assert main(["mix", f"--out={tmp_path / 'out'}"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert f"({os.strerror(number)}): {fix}" in said
+    assert "name an --out on storage that all nodes share." in said
+    assert [verdict.verdict for verdict in verdicts(tmp_path / "out")] == ["failed"]
 
 
 # ---------------------------------------------------------------- pure parts

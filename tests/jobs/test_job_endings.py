@@ -95,7 +95,7 @@ def case(
         ),
         case("again", "Rank 2 is silent", *everyone("lost", "Rank 2 is silent")),
         case("again", f"{SILENT} (srun: exit code 127)", code=127),
-        case("again", f"{SILENT} (the job's first node was lost)", code=None),
+        case("again", f"{SILENT} (the job's first node was lost, or could not write)", code=None),
         case("again", f"{PREEMPTED}: {UNSAVED}", asked=PREEMPTED),
         # SLURM gave up node2 and requeued the job; the ranks there may run on.
         case(

@@ -262,7 +262,14 @@ def test_systems_of_the_demo_have_equally_many_new_updates(tmp_path: Path) -> No
         ("processes = 3", "processes = 99999", "processes is 99999. Choose a whole number"),
         ("processes = 3", 'processes = "3"', 'processes is "3". Choose a whole number'),
         ("threads = 2", "thread = 2", r"model\.thread'. Did you mean 'threads'\?"),
-        ("[stages.shards]", "[stage.shards]", r"setting 'stage'. Did you mean 'stages'\?"),
+        *(
+            ("[stages.model]", f"{before}[stage.model]{own}", r"'stage'. Did you mean 'stages'\?")
+            for before, own in (
+                ("", ""),
+                ("[defaults.train]\nthreads = 1\n", ""),
+                ("[matrix.m.rows]\na = {}\n", '\nmatrix = "m"'),
+            )
+        ),
         ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"Did you mean 'corpus'\?"),
         ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
         ('"tiny"', '"tiny"\nname = "../../x"', "its name '../../x' leads out of the folder"),

@@ -153,13 +153,40 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         *(
             (f"time = '{time}'\n[node]\ncpus = 8", f'time is "{time}". {told}Write a time limit')
             for time, told in (
+                *(("\u0662", ""), ("1-\u0662:00", "")),
                 *(("1:99:00", ""), ("1:00:60", ""), ("9:60", ""), ("1-24", "")),
                 *((zero, "sbatch takes 0 as no limit. ") for zero in ("00:00:00", "0", "0-0")),
             )
         ),
         *(
             (f"environment = {{ {name} = '1' }}\n[node]\ncpus = 8", f"submit sets {name} itself.")
-            for name in ("MMNMT_SETUP", "MMNMT_MAX_RESTARTS")
+            for name in ("MMNMT_SETUP", "MMNMT_MAX_RESTARTS", "SBATCH_EXPORT", "SBATCH_OPEN_MODE")
+        ),
+        *(
+            (f"environment = {{ {name} = '1' }}\n[node]\ncpus = 8", f"environment: {told}")
+            for name, told in (
+                ("OMP_NUM_THREADS", "a job sets OMP_NUM_THREADS by `threads` of the stage."),
+                ("MASTER_PORT", "a job sets MASTER_PORT itself. Leave it out."),
+                ("PATH", "sbatch itself would be looked for in that PATH. Export it in setup."),
+            )
+        ),
+        *(
+            (
+                f"environment = {{ TMPDIR = '{value}' }}\n[node]\ncpus = 8",
+                f'no shell expands "{value}" of TMPDIR. Write what it stands for, or export TMPDIR',
+            )
+            for value in ("/scratch/$USER", "${SCRATCH}/x", "/a/`whoami`")
+        ),
+        *(
+            (
+                f"{name} = ['{words[0]}', '{words[1]}']\n[node]\ncpus = 8",
+                f'{name} (item 2) is "{words[1]}". No shell expands it.',
+            )
+            for name, words in (
+                ("container", ("apptainer", "$HOME/image.sif")),
+                ("container", ("apptainer", "~/image.sif")),
+                ("options", ("--exclusive", "--reservation=$(whoami)")),
+            )
         ),
         ("environment = { 'A B' = '1' }\n[node]\ncpus = 8", 'environment: "A B" is no name of a'),
         ("environment = { 'X;touch Y' = '1' }\n[node]\ncpus = 8", '"X;touch Y" is no name of a'),
@@ -172,7 +199,10 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ('options = ["--a", ""]\n[node]\ncpus = 8', 'options (item 2) is "". Write a line of text'),
         *(
             (f"options = ['--x', '{word}']\n[node]\ncpus = 8", f"sets {word} itself. Leave it out")
-            for word in ("-N2", "--job-name", "--requeue", "-Mx", "--wait", "--export=NONE")
+            for word in (
+                *("-N2", "--job-name", "--requeue", "-Mx", "--wait", "--export=NONE"),
+                *("--time=5", "-t5"),
+            )
         ),
         *(
             (f"options = {words}\n[node]\ncpus = 8", f"{word} is no option of sbatch.")
@@ -180,6 +210,8 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
                 (["constraint=h100"], "constraint=h100"),
                 (["--gres=gpu:8", "exclusive"], "exclusive"),
                 (["-C", "h100", "x"], "x"),
+                (["-"], "-"),
+                (["--x=1", "--"], "--"),
             )
         ),
         ('container = ["a\\n", "b"]\n[node]\ncpus = 8', "Write a line of text"),

@@ -1,6 +1,7 @@
 """Submitting plans, and showing and canceling their jobs, with made-up commands of SLURM."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -175,6 +176,7 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
             "container": ("apptainer", "exec", "/an image"),
             "max_restarts": 2,
             "options": ("--constraint=h100",),
+            "environment": {"MMNMT_FUSED_KERNELS": "off", "SLURM_MPI_TYPE": ""},
         }
     )
     submit_plan(graph(out), site)
@@ -190,6 +192,8 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
         "MMNMT_CONTAINER": "apptainer exec '/an image'",
         "MMNMT_THREADS": "1",
         "MMNMT_MAX_RESTARTS": "2",
+        "MMNMT_FUSED_KERNELS": "off",
+        "SLURM_MPI_TYPE": "",
     }
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
 
@@ -328,6 +332,48 @@ def test_accounting_tells_how_a_forgotten_job_ended(slurm: FakeSlurm, out: Path)
     (slurm.bin / "sacct").write_text("#!/bin/sh\necho 'RUNNING|Unknown'\n", encoding="utf-8")
     assert "failed" in status(graph(out))["corpus"]
     assert "submitted as job" in submit(one_stage(out))[0]
+
+
+@pytest.mark.parametrize("script", ["exec sleep 60", "exit 1"])
+def test_a_forgotten_job_has_ended_although_accounting_does_not_answer(
+    slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    submit(one_stage(out))
+    slurm.forget(slurm.ids()["corpus"])
+    answers(slurm, "sacct", script)
+    (slurm.bin / "sacct").chmod(0o755)
+    monkeypatch.setattr(slurm_commands, "ANSWER_SECONDS", 0.2)
+    assert "SLURM does not know the job any more" in status(one_stage(out))["corpus"]
+    assert "submitted as job" in submit(one_stage(out))[0]
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_the_jobs_of_a_folder_are_not_those_of_its_copy(
+    slurm: FakeSlurm, out: Path, state: str
+) -> None:
+    submit(graph(out))
+    slurm.become(slurm.ids()["corpus"], state)
+    before, copy = slurm.jobs, out.with_name("copy")
+    shutil.copytree(out, copy)
+    cancel_jobs(graph(copy), [])
+    assert status(graph(copy))["corpus"] == "corpus missing"
+    assert all("instead of" not in line for line in submit(graph(copy)))
+    assert len(slurm.jobs) == 2 * len(before)
+    assert slurm.jobs.items() >= before.items()
+    assert all("as job" in line for line in submit(graph(copy))), "its own jobs are kept"
+    assert len(slurm.jobs) == 2 * len(before)
+
+
+def test_a_folder_that_was_moved_keeps_its_jobs(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    moved = out.rename(out.with_name("moved"))
+    out.symlink_to(moved)
+    assert all("waits as job" in line for line in submit(graph(out))), "the same folder"
+    out.unlink()
+    submit(graph(moved))  # where they would write is gone
+    jobs = [job for job in slurm.jobs.values() if job["state"] == "PENDING"]
+    assert len(jobs) == len(graph(moved).tasks)
+    assert all(f"--out={moved}/" in " ".join(job["stage"]) for job in jobs)
 
 
 @pytest.mark.parametrize("other", [{"name": "bash"}, {"comment": "mmnmt-0123456789abcdef"}])
@@ -575,7 +621,10 @@ def test_the_job_of_a_stage_that_left_the_plan_is_shown_and_can_be_canceled(
     monkeypatch.setitem(globals(), "GRAPH", renamed)
     found = status(graph(out))[stage]
     assert found.startswith(f"{stage} {row} {job}.0 ")
-    assert f"not in the plan any more; `mmnmt cancel` with --only {stage} ends" in found
+    assert f"not in this plan; `mmnmt cancel` with --only {stage} ends" in found
+    for chosen in ({"only": ["corpus"]}, {"until": ["shards"]}):
+        assert stage in (few := status(graph(out).chosen(**chosen)))
+        assert "evaluation" not in few, "it is left out, and in the plan"
     log = log_dir(out / stage) / f"{job}.log"
     log.write_text("its log", encoding="utf-8")
     assert last_log(graph(out), stage) == log
@@ -828,16 +877,31 @@ def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
     assert record["ds_config"] == "zero1_bf16"
 
 
+@pytest.mark.parametrize("on_gpus", ["", 'ds_config = "zero2_fp16"\n'])
+def test_auto_stands_for_the_ds_config_of_a_cpu_where_a_stage_has_no_gpu(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]], on_gpus: str
+) -> None:
+    site = f"{on_gpus}[node]\ncpus = 16\ngpus = 8\n"
+    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+    plan = GRAPH.replace('recipe = "demo_moe"', 'recipe = "demo_moe", job.gpus_per_process = 0')
+    (tmp_path / "graph.toml").write_text(plan, encoding="utf-8")
+    assert run("submit", "graph.toml", "--site", "site.toml")[0] == 0
+    jobs = {name: slurm.jobs[job_id]["stage"] for name, job_id in slurm.ids().items()}
+    assert "--ds-config=cpu_fp32" in jobs["moe"]
+    assert f"--ds-config={'zero2_fp16' if on_gpus else 'zero1_bf16'}" in jobs["dense"]
+
+
 def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
     slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
     chosen = ("submit", "demo", "--until", "dense", "--site", "site.toml")
-    site = 'node = { cpus = 16, gpus = 8, gpu_memory = "20M" }'
-    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
-    code, said = run(*chosen)
-    assert code == 2
-    assert "Stage dense: a rank needs" in said
-    assert "where a GPU has 0.0 GiB" in said
+    for memory, told in (("20M", "20 MiB"), ("1K", "0.000977 MiB")):
+        site = f'node = {{ cpus = 16, gpus = 8, gpu_memory = "{memory}" }}'
+        (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+        code, said = run(*chosen)
+        assert code == 2
+        assert "Stage dense: a rank needs" in said
+        assert f"where a GPU has {told}. " in said
     (tmp_path / "site.toml").write_text('node = { cpus = 16, memory = "20M" }', encoding="utf-8")
     assert "2 ranks need" in run(*chosen)[1]
     (tmp_path / "site.toml").write_text("node = { cpus = 16 }", encoding="utf-8")
