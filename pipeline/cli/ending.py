@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,8 @@ from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
+FIRST_SPEAKS_SECONDS = 10.0
+"""Seconds in which the first rank of a node reports an error that the others have, too."""
 
 _LOCAL_RANK_NAMES = (
     *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
@@ -185,13 +188,15 @@ def _give_up_output() -> None:
 def _report(name: str, error: UserError) -> None:
     """Print an error on one line.
 
-    A wrong setting is the same on every rank of a node, so the first rank there reports it; other
-    errors can be one rank's own.
+    A wrong setting is the same on every rank of a node, so the first rank there reports it, and the
+    others wait for that; other errors can be one rank's own.
     """
     rank = own_rank()
     if rank == 0 or not isinstance(error, ConfigError) or _is_first_on_node(os.environ):
         place = f"rank {rank}: " if rank else ""
         print(f"mmnmt {name}: {place}{error}", file=sys.stderr, flush=True)
+    else:  # torchrun ends the first rank, which may not have spoken yet, as soon as this one ends
+        time.sleep(FIRST_SPEAKS_SECONDS)
 
 
 def _is_first_on_node(environment: Mapping[str, str]) -> bool:

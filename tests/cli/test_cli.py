@@ -28,7 +28,7 @@ from pipeline.artifacts.manifest import MANIFEST_NAME, run_dir
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
-from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_LOST, guarded
+from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_LOST, FIRST_SPEAKS_SECONDS, guarded
 from pipeline.cli.stage_commands import commands_of_stages
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe, recipe_names
@@ -545,6 +545,7 @@ def test_an_error_that_is_a_bug_keeps_its_traceback(bench: Bench) -> None:
     ("error", "said"),
     [
         (ConfigError("The same everywhere."), ""),
+        (ConfigError("There is no such recipe."), ""),
         (DataError("Mine alone."), "mmnmt train: rank 1: Mine alone.\n"),
         (Interrupted(), ""),
     ],
@@ -556,6 +557,9 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     error: Exception,
     said: str,
 ) -> None:
+    """What it leaves to the first rank it leaves time for: torchrun ends that when this ends."""
+    waited: list[float] = []
+    monkeypatch.setattr("pipeline.cli.ending.time.sleep", waited.append)
     bench.read()
     bench.action = _raise(error)
     monkeypatch.setenv("RANK", "1")
@@ -563,6 +567,7 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     capsys.readouterr()
     assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
     assert capsys.readouterr().err == said
+    assert (FIRST_SPEAKS_SECONDS in waited) == isinstance(error, ConfigError)
 
 
 @pytest.mark.parametrize(

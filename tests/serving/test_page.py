@@ -204,6 +204,16 @@ def test_a_language_is_found_by_a_part_of_one_of_its_names(tab: Tab, served: Ser
     assert tab.run(f"{by_id('to')}.value") == "English (en)"
 
 
+@pytest.mark.parametrize("field", ["from", "to"])
+def test_another_language_is_chosen_in_a_field_that_has_just_had_one(
+    tab: Tab, served: Served, field: str
+) -> None:
+    visit(tab, served)
+    for typed, chosen in {"fran": "français (fr)", "deu": "Deutsch (de)"}.items():
+        choose(tab, field, typed)
+        assert tab.run(f"{by_id(field)}.value") == chosen
+
+
 @pytest.mark.parametrize(
     ("accepted", "first"),
     [
