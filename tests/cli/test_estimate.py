@@ -128,6 +128,24 @@ def test_updates_of_a_dense_model_are_estimated_in_updates_of_the_stages_own(
     assert (found < 1000) == (stage == "moe")
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "profile.md"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["mmnmt estimate moe_lgr_opus100 ", "mmnmt estimate opus100 "])
+def test_the_page_on_profiles_shows_the_memory_that_its_command_prints(
+    wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures were of an earlier version: 13.6 GiB where the command said 12.9."""
+    _, begin, rest = PAGE.read_text("utf-8").partition(wanted)
+    command, *blocks = (begin + rest).split("```")
+    assert cli.main(command.split()[1:]) == 0
+    said, shown = capsys.readouterr().out.splitlines(), blocks[1].splitlines()[1:]
+    of_memory = [line for line in shown if re.search(r",\d{3},\d{3}|GiB are usable", line)]
+    assert of_memory
+    assert set(of_memory) <= {line.rstrip() for line in said}
+
+
 @pytest.mark.parametrize(("kind", "bound"), [("sentencepiece", "at most "), ("bytes", "")])
 def test_updates_of_bytes_bound_the_updates_of_longer_pieces(
     kind: str, bound: str, capsys: pytest.CaptureFixture[str]
