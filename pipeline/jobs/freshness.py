@@ -254,7 +254,8 @@ def _finished(task: Task | StageCall) -> Manifest | None:
 def _seconds(metrics_path: Path) -> float:
     """Return the seconds of training in a run's metrics; 0 without metrics."""
     records = JsonLines(metrics_path).read() if metrics_path.is_file() else iter(())
-    return max((float(record.get("seconds") or 0) for record in records), default=0.0)
+    found = (record.get("seconds") for record in records)
+    return max((float(one) for one in found if isinstance(one, int | float)), default=0.0)
 
 
 def _changes(

@@ -407,8 +407,15 @@ def python() -> list[str]:
     """Return the words that start Python in a rank, in the site's container if it has one.
 
     ``-P`` keeps a folder ``pipeline`` of the work directory from replacing this code.
+
+    Raises:
+        ConfigError: the words of the container cannot be told apart.
     """
-    container = shlex.split(os.environ.get("MMNMT_CONTAINER", ""))
+    given = os.environ.get("MMNMT_CONTAINER", "")
+    try:
+        container = shlex.split(given)
+    except ValueError as error:
+        raise ConfigError(f"MMNMT_CONTAINER is {given!r} ({error}). Correct its quotes.") from error
     return [*([*container, "python"] if container else [sys.executable]), "-P"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.artifacts.manifest import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
-from pipeline.config.documents import JsonLines
+from pipeline.config.documents import JsonLines, is_count
 from pipeline.errors import ArtifactError, SchedulerError
 from pipeline.jobs.job_endings import Verdict, ended_starts, job_of, one_line
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -167,6 +167,11 @@ def _start_rows(ended: Sequence[Verdict]) -> list[list[str]]:
     return rows
 
 
+def _is_timed(line: Mapping[str, object]) -> bool:
+    """Return whether a line of metrics has its numbers: a user may have edited it."""
+    return is_count(line.get("update")) and isinstance(line.get("seconds"), int | float)
+
+
 def how_far(task: Task) -> str:
     """Return how many updates a training has made, and the time left; empty if there are none.
 
@@ -180,7 +185,8 @@ def how_far(task: Task) -> str:
         state = newest_state(run_dir(task.out_dir))
     except (ArtifactError, OSError):  # being replaced at this moment
         return ""
-    lines = [line for line in lines if line.get("kind") == "train"][-_RATE_LINES:]
+    lines = [line for line in lines if line.get("kind") == "train" and _is_timed(line)]
+    lines = lines[-_RATE_LINES:]
     update = max(updates_done(state) if state else 0, lines[-1]["update"] if lines else 0)
     if not update:
         return ""

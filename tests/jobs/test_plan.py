@@ -551,9 +551,12 @@ def test_a_finished_model_is_kept_when_a_setting_changes(setup: Setup) -> None:
     assert not (setup.out_dir / "model.before-3").exists()
 
 
-def test_an_unfinished_run_is_kept_when_a_setting_changes(setup: Setup) -> None:
+@pytest.mark.parametrize("edited", ["", '{"seconds": "x"}\n', '{"seconds": [9000]}\n'])
+def test_an_unfinished_run_is_kept_when_a_setting_changes(setup: Setup, edited: str) -> None:
     _train(setup, False)
     _leave_state(setup, 8)
+    with (setup.out_dir / "model.run" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(edited)
     _change(setup, "seed = 2")
     assert setup.forecast()[-1] == f"model: would run (missing; {LOST})"
     assert setup.status().splitlines()[-1] == f"model   in progress  {LOST}"

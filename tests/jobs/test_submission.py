@@ -800,18 +800,22 @@ def test_a_stage_waits_for_another_once_however_often_it_reads_it(tmp_path: Path
     assert status(resolved)["assembled"].endswith("after dense, moe_lgr")
 
 
-def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path) -> None:
+@pytest.mark.parametrize(
+    "edited",
+    ["", '{"kind": "train"}\n', '{"kind": "train", "update": "x", "seconds": [1]}\n', "[1]\n"],
+)
+def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path, edited: str) -> None:
     submit(graph(out))
     slurm.become(slurm.ids()["dense"], "RUNNING")
     folder = run_dir(out / "dense")
     folder.mkdir(parents=True)
     records = [{"kind": "train", "update": n, "seconds": 2.0 * n} for n in (10, 20, 30)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(lines + edited, encoding="utf-8")
     total = dict(graph(out).tasks[5].config)["training"]["updates"]
     minutes, seconds = divmod(2 * (total - 30), 60)
     left = f"30 of {total} updates, {minutes}:{seconds:02} left"
-    assert status(graph(out))["dense"].endswith(left)
+    assert status(graph(out))["dense"].endswith(left if edited[:1] != "[" else "+00:00")
 
 
 # ---------------------------------------------------------------- the command
