@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
+from typing import Any, BinaryIO, Literal, NoReturn, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -483,11 +483,16 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
 
     Folders that are linked in count as folders, once each: by their own name if they are below the
     root without a link, else by the first link. ``hidden`` also yields what is hidden.
+
+    Raises:
+        ArtifactError: A folder cannot be listed, and its text would be left out; not for a digest
+            (``hidden``), since nobody reads the trash of another user.
     """
     seen: set[tuple[int, int]] = set()
     starts = deque([root])
     while starts:  # links come after all folders of the walk that found them
-        for folder, folder_names, names in os.walk(starts.popleft()):
+        fail = None if hidden else _refuse_unlisted
+        for folder, folder_names, names in os.walk(starts.popleft(), onerror=fail):
             status = Path(folder).stat()
             if (status.st_dev, status.st_ino) in seen:
                 folder_names.clear()
@@ -497,3 +502,7 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
             below = [Path(folder) / name for name in folder_names]
             starts.extend(path for path in below if path.is_symlink())
             yield from (Path(folder) / name for name in names if hidden or name[0] != ".")
+
+
+def _refuse_unlisted(error: OSError) -> NoReturn:
+    raise ArtifactError(unreadable(error.filename, error, "Restore it.")) from error
