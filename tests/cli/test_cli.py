@@ -479,6 +479,11 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
             "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become directories. "
             "Write 'MoE-LGR'.",
         ),
+        (
+            ["--others", "moe=x", "MoE=y"],
+            "--others names 'MoE' and 'moe', which are the same",
+        ),
+        (["--others", "straße=x", "STRASSE=y"], "--others names 'STRASSE' and 'straße', which"),
         (["--recipe", "demo_dens"], "There is no recipe 'demo_dens'. Did you mean 'demo_dense'?"),
         (["--ds-config", "cpu"], "There is no ds_config 'cpu'. Choose from cpu_bf16, cpu_fp32"),
         (["--ds-config", "cpu_bf61"], "There is no ds_config 'cpu_bf61'. Did you mean 'cpu_bf16'?"),
