@@ -274,7 +274,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def _read_key(path: Path, *, most: int) -> str:
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:  # some editors write a byte-order mark
             key = stream.read(2 * most).strip()  # a device has no end
     except (OSError, UnicodeError) as error:
         raise ConfigError(unreadable(f"--key-file {path}", error, "Name a text file.")) from error
