@@ -292,7 +292,7 @@ def filter_lines(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = _with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(directory, kind="checkpoint")
-    if sys.stdin is None or sys.stdout is None:
+    if sys.__stdin__ is None or sys.__stdout__ is None:  # machine.prepare_process replaced them
         raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
     from pipeline.decoding.line_filter import filter_lines
