@@ -16,6 +16,7 @@ from pipeline.config.settings import (
     number,
     whole,
 )
+from pipeline.errors import hint
 from pipeline.languages import Regions
 
 MAX_VOCABULARY = 10**7
@@ -166,6 +167,10 @@ class CleanConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        name, words = self.identify_languages, ("no", "langdetect")
+        if name not in words and re.fullmatch(r"[\w-]*", name):  # else a path with "/" or "."
+            fix = hint(name, words, otherwise="or the path of a fastText model, ./model.bin")
+            raise ValueError(f"identify_languages names {name!r}{fix}")
         if not self.joined_pairs:
             return self
         for pair in self.joined_pairs:

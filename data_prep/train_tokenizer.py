@@ -56,6 +56,7 @@ from pipeline.artifacts.vocabularies import (
     text_pieces,
     write_bytes,
 )
+from pipeline.config.settings import NUM_SPECIALS
 from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import codes_of_setting
@@ -462,11 +463,13 @@ def explain_failure(error: RuntimeError, *, side: Side, kind: str) -> ConfigErro
             f"{where} large for the sample, which allows at most {found[1]}. Set that or less, or "
             "draw a larger sample (more text or tokenizer.sample_lines)."
         )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
-        other = "" if kind == "byte_bpe" else ", or a lower character_coverage"  # bytes are all had
+    form = r"smaller than required_chars\. \d+ vs (\d+)|\(vocab_size\) >= \(0\)"
+    if found := re.search(form, text):  # the latter of characters with byte_fallback
+        what = "characters of the sample" if found[1] else "bytes of byte_fallback"
+        least = found[1] or NUM_SPECIALS + 256
+        other = "" if kind == "byte_bpe" or not found[1] else ", or a lower character_coverage"
         return ConfigError(
-            f"{where} small: the characters of the sample and the specials already need "
-            f"{found[1]}. Set more{other}."
+            f"{where} small: the {what} and the specials already need {least}. Set more{other}."
         )
     return DataError(
         f"SentencePiece could not train on the sample ({text.strip()}). Look for empty or "

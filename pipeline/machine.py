@@ -154,12 +154,17 @@ def prepare_process() -> None:
     connections to all others.
 
     Standard output and standard error write characters that their encoding lacks as escapes, so
-    that one arrow does not lose a whole table. Call this before torch is imported: libgomp reads
-    its variables when torch loads it.
+    that one arrow does not lose a whole table. A closed one becomes the null device: otherwise the
+    next file that is opened would take its number, and get what libraries print. Call this before
+    torch is imported: libgomp reads its variables when torch loads it.
     """
     # A rank that another one left warns with 40 C++ frames, in front of the line that says why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     keep_freed_memory()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 (stays open)
+            setattr(sys, name, null)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

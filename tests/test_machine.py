@@ -116,6 +116,35 @@ def test_a_process_may_open_all_files_that_its_user_may_and_keeps_a_setting_of_t
     assert done.stdout.strip() == expected, done.stderr
 
 
+CLOSED = """
+import os, sys
+from pipeline.machine import prepare_process
+os.close(int(sys.argv[1]))
+setattr(sys, sys.argv[2], None)  # as Python does if it is closed before
+prepare_process()
+from pipeline.cli.ending import guarded
+from pipeline.distributed.process import Progress
+from pipeline.distributed.world import leave
+def act():
+    with Progress("lines") as bar, open(sys.executable, "rb") as file:
+        bar.advance()
+        return 0 if file.fileno() > 2 else 9
+code = guarded("x", act)
+import torch
+leave(code)
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_command_with_a_closed_stream_does_its_work_and_gives_no_file_its_number(
+    number: int,
+) -> None:
+    stream = ("stdin", "stdout", "stderr")[number]
+    command = [sys.executable, "-c", CLOSED, str(number), stream]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 LEFT = """
 import os
 from pipeline.machine import prepare_process

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,12 @@ def test_a_missing_recipe_is_refused_with_those_there_are(tmp_path: Path) -> Non
     child = write(tmp_path, "child", 'parent = "nobody"')
     assert "There is no recipe" in refusal(lambda: load_recipe(child))
     assert "gone.toml" in refusal(lambda: load_recipe(str(tmp_path / "gone.toml")))
+    links = {"loop": "loop", "one": "other", "other": "one"}
+    for name, target in links.items():
+        (tmp_path / f"{name}.toml").symlink_to(f"{target}.toml")
+    for name in links:
+        message = refusal(partial(load_recipe, str(tmp_path / f"{name}.toml")))
+        assert "cannot be read (Too many levels of symbolic links)" in message
 
 
 def test_a_recipe_with_a_parent_is_no_overlay() -> None:

@@ -423,7 +423,22 @@ def test_a_language_model_without_a_path_is_refused_by_the_word_that_was_given(
     noted: dict[str, Any],
 ) -> None:
     tree = {"name": "old", "clean": {"identify_languages": "fasttext", **noted}}
-    assert Recipe.model_validate(tree).clean.language_model == Path("fasttext")
+    with pytest.raises(ValidationError, match="identify_languages names 'fasttext'"):
+        Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("langdetec", "Did you mean 'langdetect'?"),
+        ("none", "Did you mean 'no'?"),
+        ("", "Choose from no, langdetect, or the path of a fastText model, ./model.bin."),
+    ],
+)
+def test_a_misspelled_identifier_is_no_path_of_a_model(name: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"identify_languages names '{name}'") as caught:
+        loaded(f'[clean]\nidentify_languages = "{name}"', tmp_path)
+    assert str(caught.value).endswith(f". {fix}")
 
 
 def test_a_pivot_of_a_stage_may_repeat_that_of_the_corpus() -> None:

@@ -356,6 +356,34 @@ def test_languages_that_cannot_be_translated_are_refused(
     refused(bench.run("out", *more, source=source), message, capsys)
 
 
+@pytest.mark.parametrize("change", ["grows", "shrinks", "goes", "is edited"])
+def test_text_that_changes_while_it_is_translated_is_not_paired_with_other_lines(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    path = bench.write({"a.txt": b"eins\nzwei\n"}) / "a.txt"
+    translate = Translator.translate
+
+    def change_meanwhile(self: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
+        monkeypatch.setattr(Translator, "translate", translate)
+        match change:
+            case "grows":
+                path.write_bytes(b"eins\nzwei\ndrei\n")
+            case "shrinks":
+                path.write_bytes(b"zwei\n")
+            case "goes":
+                path.unlink()
+            case _:
+                path.write_bytes(b"zwei\neins\n")
+        return translate(self, jobs)
+
+    monkeypatch.setattr(Translator, "translate", change_meanwhile)
+    refused(bench.run("out"), r"a\.txt was changed while it was translated\. Run again", capsys)
+    assert not (bench.directory / "out").exists()
+    path.write_bytes(b"drei\n")
+    assert bench.run("out", "--overwrite") == 0
+    assert bench.lines("out", "text/de/a.txt") == ["drei"]
+
+
 def test_an_output_within_the_text_is_refused(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

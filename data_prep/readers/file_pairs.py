@@ -19,6 +19,7 @@ of the list.
 All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line n of the other.
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -364,7 +365,7 @@ def _listed_section(
 
 def _listed_file(root: Path, name: str) -> RawFile:
     path = root / name
-    if not path.resolve().is_relative_to(root.resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}. Move it in.")
     if not path.is_file():
         raise DataError(f"{path}, which corpus.files names, is not a file. Correct its name.")

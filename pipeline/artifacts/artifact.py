@@ -459,8 +459,8 @@ def new_artifact(
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
         place = Path(error.filename if isinstance(error.filename, str) else "").absolute()
         of_input = any(place.is_relative_to(path.absolute()) for path in paths.values())
-        is_denied = of_input and isinstance(error, PermissionError)  # a full disk names both
-        if is_denied or error.errno not in UNWRITABLE:
+        is_read = of_input and to_write(error) != "make room"  # a full disk names both
+        if is_read or error.errno not in UNWRITABLE:
             raise
         raise ArtifactError(
             f"{out_dir} could not be written ({error.strerror or error}), nothing was changed: "

@@ -480,7 +480,7 @@ class _Claim:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(descriptor)
-            if not self._is_first(lock, folder, holder):
+            if not self._is_first(folder, holder):
                 _withdraw(folder, generation)
                 return None
         except BaseException:
@@ -494,12 +494,17 @@ class _Claim:
             _say(f"{self.what}: taken over from {holder.owner}, {reason}.")
         return lock
 
-    def _is_first(self, lock: Lock, folder: int, holder: _Record | None) -> bool:
+    def _is_first(self, folder: int, holder: _Record | None) -> bool:
         """Return whether the new generation is the highest, and at the path.
 
         The one before must not have been signed meanwhile: its claimer may hold the lock then.
+
+        Raises:
+            OSError: It cannot be read, for example with too many open files.
         """
-        if lock._look()[0] != self._owner:
+        with _opened(self.path) as there:
+            highest = _highest(there)
+        if highest is None or highest.owner != self._owner:
             return False
         if holder is None:
             return True

@@ -211,9 +211,8 @@ def read_manifest(directory: Path) -> Manifest | None:
     path = directory / MANIFEST_NAME
     try:
         if path.is_symlink():
-            raise ArtifactError(
-                f"{path} is a link, which an artifact never contains. Copy the file."
-            )
+            fix = "Copy the file" if path.exists() else how_to_restore(directory)
+            raise ArtifactError(f"{path} is a link, which an artifact never contains. {fix}.")
         if not path.is_file():
             return None
         manifest, problem = _parsed(read_bytes(path))
@@ -492,7 +491,7 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         parts = Path(error.filename).relative_to(root).parts
         if not any(part.startswith(".") for part in parts):
-            raise ArtifactError(unreadable(error.filename, error, "Make it readable.")) from error
+            raise ArtifactError(unreadable(error.filename, error, "Restore it.")) from error
 
     seen: set[tuple[int, int]] = set()
     starts = deque([root])

@@ -220,9 +220,11 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def refuse_utf16(place: str, text: bytes) -> None:
-    """Raise DataError if a text begins with the byte order mark of UTF-16."""
-    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{place} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
+    """Raise DataError if a text begins with the byte order mark of UTF-16 or UTF-32."""
+    wide = text.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))  # LE begins as UTF-16 does
+    if wide or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        kind = "UTF-32" if wide else "UTF-16"
+        raise DataError(f"{place} is {kind}. Convert it to UTF-8 (iconv -f {kind} -t UTF-8).")
 
 
 def refuse_old_line_ends(place: str, text: bytes) -> None:

@@ -51,6 +51,7 @@ _CONNECTION = re.compile(
 )
 """Words in the errors of torch.distributed when another rank is gone. They are of type
 RuntimeError or a subclass of it (torch 2.11), so only name and text tell them from other errors."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def guarded(
@@ -194,9 +195,19 @@ def _report(name: str, error: UserError) -> None:
     rank = own_rank()
     if rank == 0 or not isinstance(error, ConfigError) or _is_first_on_node(os.environ):
         place = f"rank {rank}: " if rank else ""
-        print(f"mmnmt {name}: {place}{error}", file=sys.stderr, flush=True)
+        # A file's name may hold a line end, or what a terminal obeys.
+        text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], f"{place}{error}")
+        _print_error(f"mmnmt {name}: {text}")
     else:  # torchrun ends the first rank, which may not have spoken yet, as soon as this one ends
         time.sleep(FIRST_SPEAKS_SECONDS)
+
+
+def _print_error(text: str) -> None:
+    """Print a line on standard error; if that cannot be written, the exit code tells."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _is_first_on_node(environment: Mapping[str, str]) -> bool:
@@ -206,7 +217,7 @@ def _is_first_on_node(environment: Mapping[str, str]) -> bool:
 def say_once(text: str) -> None:
     """Print a line on standard error, only on rank 0."""
     if own_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        _print_error(text)
 
 
 def say(text: str) -> None:

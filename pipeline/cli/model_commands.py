@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -223,7 +224,7 @@ def _refuse_to_replace_another(out: Path) -> None:
     Raises:
         ArtifactError: ``out`` lies within an artifact, or is a folder, a link or another file.
     """
-    for folder in out.resolve().parents:
+    for folder in Path(os.path.realpath(out)).parents:  # of a link to itself, too
         with suppress(ArtifactError):  # other software has manifests, too
             if read_manifest(folder) is None:
                 continue
@@ -234,8 +235,9 @@ def _refuse_to_replace_another(out: Path) -> None:
     if out.is_dir():
         raise ArtifactError(f"--out {out} is a folder. Name a file, as in report.html.")
     is_own = False
-    with suppress(OSError), out.open("rb") as stream:
-        is_own = stream.read(len(_START)) == _START
+    if out.is_file():  # reading a pipe would wait for somebody to write
+        with suppress(OSError), out.open("rb") as stream:
+            is_own = stream.read(len(_START)) == _START
     if out.is_symlink() or (out.exists() and not is_own):
         raise ArtifactError(
             f"--out {out} is there already and no page of report. Name another file, or move "
@@ -253,7 +255,9 @@ def serve(options: argparse.Namespace) -> int:
         raise lacks_package("serve", "uvicorn", error, extra="serve") from error
 
     recipe = chosen_recipe(options)
-    named = [run if "=" in run else f"{Path(run).resolve().name}={run}" for run in options.runs]
+    named = [
+        run if "=" in run else f"{Path(os.path.realpath(run)).name}={run}" for run in options.runs
+    ]
     checkpoints = {
         name: open_artifact(path, kind="checkpoint")
         for name, path in named_paths(named, "RUN").items()
@@ -274,7 +278,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def _read_key(path: Path, *, most: int) -> str:
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:  # some editors write a byte-order mark
             key = stream.read(2 * most).strip()  # a device has no end
     except (OSError, UnicodeError) as error:
         raise ConfigError(unreadable(f"--key-file {path}", error, "Name a text file.")) from error
@@ -292,7 +296,7 @@ def filter_lines(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = _with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(directory, kind="checkpoint")
-    if sys.stdin is None or sys.stdout is None:
+    if sys.__stdin__ is None or sys.__stdout__ is None:  # machine.prepare_process replaced them
         raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
     from pipeline.decoding.line_filter import filter_lines

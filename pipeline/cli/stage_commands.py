@@ -23,7 +23,7 @@ from pipeline.artifacts.artifact import (
     refuse_to_overwrite,
 )
 from pipeline.artifacts.locks import sole_writer
-from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.manifest import describe_names, run_dir
 from pipeline.artifacts.places import (
     is_trained,
     refuse_inputs,
@@ -48,7 +48,7 @@ from pipeline.cli.parser import (
 from pipeline.config.recipe import load_recipe
 from pipeline.distributed.process import interruptible
 from pipeline.distributed.world import is_launched, launched_size, own_rank
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
@@ -219,6 +219,8 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             paths = raw[name].named(name)
         elif isinstance(value, list):
             named = named_paths(value, f"--{name}")
+            if problem := describe_names(named):
+                raise ConfigError(f"--{name} names {problem}. Rename one.")
             paths = {f"{name}/{key}": path for key, path in named.items()}
         else:
             paths = {name: value}

@@ -12,6 +12,7 @@ table ``set`` with the structure of a recipe. Both become the same nested table.
 Manifests record settings. The last part of this module compares them with settings of today.
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -325,7 +326,8 @@ def _with_parents(
 
     ``seen`` are the files of its descendants: one file may have several names.
     """
-    path = toml_path(name, folder="recipes", what="recipe").resolve()
+    # Path.resolve raises RuntimeError for a link to itself.
+    path = Path(os.path.realpath(toml_path(name, folder="recipes", what="recipe")))
     if path in seen:
         circle = " → ".join((*seen.values(), name))
         raise ConfigError(f"Recipes {circle} form a circle. Remove one parent.")

@@ -67,7 +67,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, WrapValidator
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
-from pipeline.artifacts.manifest import describe_name
+from pipeline.artifacts.manifest import describe_name, describe_names
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
@@ -286,6 +286,8 @@ def _check_stage(plan: Plan, name: str) -> None:
         for entry in source if isinstance(source, dict) else ():
             if problem := problem_of_name(entry):
                 raise ConfigError(f"{where}, {key}: {problem}")
+        if isinstance(source, dict) and (problem := describe_names(source)):
+            raise ConfigError(f"{where}, {key} names {problem}. Rename one.")
         for entry in source.values() if isinstance(source, dict) else (source,):
             if problem := _problem_of_source(plan, entry, wanted=stage.inputs[key]):
                 raise ConfigError(f"{where}, {key}: {problem}")

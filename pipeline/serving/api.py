@@ -382,11 +382,15 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        if not host:  # which would mean every address of this machine
+            raise TypeError
         return socket.create_server((host, port), family=family)
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # without the address again
+    except (OSError, TypeError) as error:  # the latter of a name that DNS cannot have
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is no address"
+        reason = reason.partition(" (")[0]  # without the address again
         raise ConfigError(
-            f"Port {port} of {host} cannot be used ({reason}). Name another --port or --host."
+            f"Port {port} of {host or repr('')} cannot be used ({reason}). Name another --port or "
+            "--host."
         ) from error
 
 

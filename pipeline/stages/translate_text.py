@@ -52,6 +52,7 @@ def run(call: StageCall) -> None:
     """Translate every line of every file into all target languages."""
     settings, decoding = call.recipe.text, call.recipe.decoding
     texts, left_out = find_texts(call.raw["text"], field=settings.field)
+    states = [state_of(text) for text in texts]
     with distributed_world(stacks_dir=call.stacks_dir) as world, StopFlag() as stop:
         checkpoint = call.open_inputs()["checkpoint"]
         translator = Translator(checkpoint, decoding, segmenters=call.recipe.tokenizer.segmenters)
@@ -68,7 +69,13 @@ def run(call: StageCall) -> None:
             for chunk in islice(chunks(texts, copies=copies), finished, None):
                 translate_chunk(translator, chunk, directions, done, stop=stop, bar=bar)
         if world.rank == 0:
-            publish(call, done, directions, texts=texts, left_out=left_out)
+            publish(call, done, directions, texts=texts, states=states, left_out=left_out)
+
+
+def state_of(text: TextFile) -> tuple[int, int]:
+    """Return size and time of a file, by which a change is told."""
+    status = text.path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def translate_chunk(
@@ -172,9 +179,15 @@ def publish(
     directions: Sequence[Direction],
     *,
     texts: Sequence[TextFile],
+    states: Sequence[tuple[int, int]],
     left_out: Sequence[str],
 ) -> None:
-    """Write the artifact from the finished chunks, and remove them."""
+    """Write the artifact from the finished chunks, and remove them.
+
+    Raises:
+        DataError: A file is not in its state of before, so that lines may be of another text.
+    """
+    refuse_changed(texts, states)
     tally = Tally(directions)
     announce_removal(done.directory, key=call.key)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
@@ -184,6 +197,7 @@ def publish(
             path = chunk_path(done.directory, chunk.number)
             for direction, record in _append_chunk(writer, path, directions):
                 tally.add(direction, record)
+        refuse_changed(texts, states)  # they have been read once more
         writer.statistics.update(tally.statistics(), files=len(texts), files_left_out=len(left_out))
         summarize(writer, Selection(tuple(directions), skipped=()))
         if left_out:
@@ -192,6 +206,16 @@ def publish(
                 f"{listed(left_out)}"
             )
     done.remove()
+
+
+def refuse_changed(texts: Sequence[TextFile], states: Sequence[tuple[int, int]]) -> None:
+    """Raise DataError for the first file that is not in this state any more."""
+    for text, state in zip(texts, states, strict=True):
+        if not text.path.is_file() or state_of(text) != state:
+            raise DataError(
+                f"{text.path} was changed while it was translated. Run again, with --overwrite if "
+                "its text is another now."
+            )
 
 
 def _append_texts(writer: ArtifactWriter, chunk: Chunk, language: str) -> None:

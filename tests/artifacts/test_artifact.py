@@ -186,12 +186,15 @@ def denied(path: Path | str) -> PermissionError:
     return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP])
 @pytest.mark.parametrize("name", ["", "/en-de/train.de.gz"])
-def test_an_input_that_cannot_be_read_is_not_called_the_output(tmp_path: Path, name: str) -> None:
+def test_an_input_that_cannot_be_read_is_not_called_the_output(
+    tmp_path: Path, name: str, number: int
+) -> None:
     def read(_writer: ArtifactWriter) -> None:
-        raise denied(f"{SOURCE.path}{name}")
+        raise OSError(number, os.strerror(number), f"{SOURCE.path}{name}")
 
-    with pytest.raises(PermissionError) as refused:
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))) as refused:
         make(tmp_path / "corpus", before_end=read)
     assert refused.value.filename == f"{SOURCE.path}{name}"
     assert names_in(tmp_path) == []

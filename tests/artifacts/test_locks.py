@@ -157,6 +157,23 @@ def test_folders_made_for_a_lock_go_with_it_unless_something_is_in_them(
     assert [*kept.rglob("*")] == [kept / "a", kept / "a" / "made"]
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_lock_that_can_be_made_and_not_read_is_not_tried_for_ever(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, opened = os.open, count()
+
+    def fail(first: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECTORY and next(opened):
+            raise OSError(number, os.strerror(number), str(first))
+        return original(first, flags, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        refuse(path, rf"x cannot be written \({os.strerror(number)}\)")
+    assert not path.exists()
+
+
 def test_a_file_written_in_part_is_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
     with monkeypatch.context() as patch:

@@ -382,6 +382,19 @@ def test_a_link_within_is_refused_even_if_the_content_is_right(tmp_path: Path, l
         made.check()
 
 
+@pytest.mark.parametrize(
+    ("target", "fix"), [("kept", "Copy the file"), ("gone", "Restore it from")]
+)
+def test_a_manifest_that_is_a_link_is_copied_only_if_the_link_leads_somewhere(
+    tmp_path: Path, target: str, fix: str
+) -> None:
+    made = make(tmp_path / "corpus")
+    path = (made.directory / MANIFEST_NAME).rename(tmp_path / "kept")
+    (made.directory / MANIFEST_NAME).symlink_to(path.with_name(target))
+    with pytest.raises(ArtifactError, match=rf"manifest\.json is a link, .*\. {fix}"):
+        open_artifact(made.directory, kind="corpus")
+
+
 def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

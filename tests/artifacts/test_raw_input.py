@@ -1,6 +1,8 @@
 """Raw inputs: what options may name, and what a manifest says of it."""
 
+import errno
 import gzip
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,29 @@ def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path:
     (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"lost\.txt is a link to nothing\. Restore its target"):
         named_files([folder])
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.EACCES, "Make it readable"), (errno.ENOENT, "Restore it")]
+)
+def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out_unless_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    write(tmp_path, dict.fromkeys((".trash/b.txt", "deep/a.txt"), "text"))
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == lost:
+            raise OSError(number, os.strerror(number), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    lost = ".trash"
+    assert [name for name, _ in named_files([tmp_path])] == ["deep/a.txt"]
+    assert raw_digest(tmp_path)
+    lost = "deep"
+    with pytest.raises(ArtifactError, match=rf"deep cannot be read \(.*\)\. {fix}\."):
+        named_files([tmp_path])
 
 
 def test_a_data_set_of_the_hub_is_its_name_and_commit() -> None:

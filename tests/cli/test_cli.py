@@ -485,6 +485,8 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
     [
         (["--recipe", "nowhere"], "There is no recipe 'nowhere'"),
         (["--corpus", "nowhere"], "nowhere does not exist. Run the stage that makes the corpus"),
+        (["--corpus", "no\nwhere"], r"no\nwhere does not exist. Run the stage"),
+        (["--corpus", "\x1b[2Jnowhere"], r"\x1b[2Jnowhere does not exist. Run the stage"),
         (["--others", "corpus"], "--others 'corpus' is not of the form NAME=PATH"),
         (["--others", "a=x", "a=y"], "--others names 'a' twice"),
         (["--others", "a=x", "--others", "a=y"], "--others names 'a' twice"),
@@ -493,6 +495,11 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
             "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become directories. "
             "Write 'MoE-LGR'.",
         ),
+        (
+            ["--others", "moe=x", "MoE=y"],
+            "--others names 'MoE' and 'moe', which are the same",
+        ),
+        (["--others", "straße=x", "STRASSE=y"], "--others names 'STRASSE' and 'straße', which"),
         (["--recipe", "demo_dens"], "There is no recipe 'demo_dens'. Did you mean 'demo_dense'?"),
         (["--ds-config", "cpu"], "There is no ds_config 'cpu'. Choose from cpu_bf16, cpu_fp32"),
         (["--ds-config", "cpu_bf61"], "There is no ds_config 'cpu_bf61'. Did you mean 'cpu_bf16'?"),
@@ -1142,6 +1149,15 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word(
     with unread_output():
         assert cli.main(["describe"]) == EXIT_BROKEN_PIPE
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("options", [["--recipe", "nowhere"], []])
+def test_a_log_on_a_full_disk_changes_no_exit_code(options: list[str]) -> None:
+    command = [sys.executable, "-m", "pipeline", "describe", *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    with Path("/dev/full").open("w") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=120)
+    assert done.returncode == EXIT_USER_ERROR
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(

@@ -212,6 +212,7 @@ SENTENCES = "a sentence\n" * 500
         (de_en("a\nb\nc\n", "a\n"), r"train\.de has 3 lines and .*train\.en has 1"),
         (de_en("a\n" * 9, "a\n" * 8), "has 9 lines"),  # over limit
         (de_en("a\nb\n".encode("utf-16"), "a\nb\n"), r"train\.de is UTF-16\. Convert"),
+        (de_en("a\nb\n".encode("utf-32"), "a\nb\n"), r"train\.de is UTF-32\. Convert"),
         (de_en("", "a\n"), "has 0 lines"),
         (de_en("a\n", "a\n") | {"de-en/test.en": "b\n"}, r"test\.en has no counterpart in de"),
         (

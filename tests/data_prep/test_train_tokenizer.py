@@ -261,6 +261,13 @@ def test_target_languages_have_first_pieces_of_their_own(
             {"kind": "byte_bpe", "vocabulary_size": 200, "target_languages": ()},
             r"200 is too small: .* Set more\.$",
         ),
+        *(
+            (
+                {"kind": "characters", "byte_fallback": True, "vocabulary_size": size},
+                rf"vocabulary_size = {size} is too small: the bytes .* need 260\. Set more\.$",
+            )
+            for size in (40, 259)
+        ),
         ({"vocabulary_size": 5}, r"5 is too small: .* Set more, or a lower character_coverage\.$"),
     ],
 )

@@ -145,12 +145,13 @@ def test_lines_that_end_by_carriage_returns_only_are_refused(tmp_path: Path, end
         list(TextFile(path, "input.txt", "text").lines())
 
 
-@pytest.mark.parametrize("code", ["utf-16-le", "utf-16-be"])  # as Windows saves "Unicode"
-def test_utf16_is_refused_by_its_name(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize("order", ["le", "be"])
+@pytest.mark.parametrize("kind", ["UTF-16", "UTF-32"])  # the former as Windows saves "Unicode"
+def test_wide_encodings_are_refused_by_their_names(tmp_path: Path, kind: str, order: str) -> None:
     path = tmp_path / "input.txt"
-    with pytest.raises(DataError, match=r"^Standard input is UTF-16\. Convert"):
-        read(path, "\ufeffone\r\ntwo\n".encode(code))
-    with pytest.raises(DataError, match=r"^\S*input\.txt is UTF-16\. Convert"):
+    with pytest.raises(DataError, match=rf"^Standard input is {kind}\. .*-f {kind} "):
+        read(path, "\ufeffone\r\ntwo\n".encode(f"{kind}-{order}"))
+    with pytest.raises(DataError, match=rf"^\S*input\.txt is {kind}\. Convert"):
         list(TextFile(path, "input.txt", "text").lines())
 
 

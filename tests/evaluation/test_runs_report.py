@@ -1,6 +1,7 @@
 """``mmnmt report``: losses, experts and translations of any runs, on a page that is sound."""
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,6 +201,11 @@ def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     link.symlink_to(out)
     assert cli.main(["report", run, "--out", str(link)]) == EXIT_USER_ERROR
     assert out.read_text(encoding="utf-8") == "mine"
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it, and a read would wait
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for other in ("pipe", "to_pipe", "loop"):
+        assert cli.main(["report", run, "--out", str(tmp_path / other)]) == EXIT_USER_ERROR
     corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["a"], "en": ["b"]}}})
     model = open_artifact(Path(run), kind="checkpoint")
     inputs = {"corpus": corpus, "checkpoint": model}

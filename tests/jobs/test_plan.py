@@ -249,6 +249,7 @@ def test_systems_of_the_demo_have_equally_many_new_updates(tmp_path: Path) -> No
         ('run = "train"', 'run = "tarin"', r"no stage 'tarin'. Did you mean 'train'\?"),
         ('only = "shards"', 'only = "shard"', r"no stage 'shard'. Did you mean 'shards'\?"),
         ('only = "shards"', 'only = "corpus"', "a corpus artifact where a shards artifact is want"),
+        ('only = "shards"', 'a = "shards"\nA = "shards"', "names 'A' and 'a', .*. Rename one"),
         ('only = "shards"', '"a/b" = "shards"', "the name 'a/b' has a slash.*. Write 'a-b'"),
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),

@@ -501,7 +501,7 @@ def test_a_client_that_neither_ends_its_request_nor_reads_is_cut_off(impatient: 
 
 
 def test_only_requests_with_the_key_are_translated(checkpoint: str, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("geheim\n", encoding="utf-8")
+    (tmp_path / "key").write_text("geheim\n", encoding="utf-8-sig")  # as some editors do
     with serving(checkpoint, "--key-file", str(tmp_path / "key")) as (served, _):
         assert served.ask("/frontend/settings").json()["keyRequired"]
         for given in ({}, {"api_key": "geheime"}):
@@ -622,6 +622,10 @@ def test_what_no_server_can_use_is_refused_before_any_request(
         f"mmnmt serve: Port {port} of 127.0.0.1 cannot be used (Address already in use). Name "
         "another --port or --host.\n"
     )
+    for host in ("", "ü..b", "ü" * 64):
+        assert cli.main(["serve", checkpoint, "--port", "0", "--host", host]) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert said.endswith("cannot be used (it is no address). Name another --port or --host.\n")
     layer = ["--set", "decoding.alignment_layer=9", "--port", "0"]
     assert cli.main(["serve", checkpoint, *layer]) == EXIT_USER_ERROR
     assert "decoding.alignment_layer is 9, and the model has" in capsys.readouterr().err

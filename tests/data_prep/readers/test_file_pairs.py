@@ -342,6 +342,8 @@ def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw
         ([entry("a.english", pair="en-sr-Latn")], "'en-sr-Latn'. Write .* as in de-en or en-sr_L"),
         ([entry("a.english", pair="de-de")], "names the pair 'de-de'"),
         ([entry("a.english", "b.english")], "b.english, which corpus.files names, is not a file"),
+        ([entry("a.english", "loop")], "loop, which corpus.files names, is not a file"),
+        ([entry("a.english", "loop/a")], "loop/a, which corpus.files names, is not a file"),
         ([entry("a.english", "a.english")], "a.english for both sides of de-en. Name a file per"),
         ([entry("a.english", "./a.english")], r"names \S+/a\.english for both sides of de-en"),
         ([entry("../raw2/a.tsv")], "lies outside of"),
@@ -352,6 +354,7 @@ def test_only_listed_files_of_languages_asked_for_are_opened(tmp_path: Path, raw
     ],
 )
 def test_bad_lists_fail(tmp_path: Path, raw: Path, files: list[dict[str, Any]], said: str) -> None:
+    (raw / "loop").symlink_to("loop")
     with pytest.raises((ConfigError, DataError), match=said):
         imported_list(tmp_path / "corpus", raw, *files)
 
