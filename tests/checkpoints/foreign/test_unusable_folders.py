@@ -162,6 +162,20 @@ def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path)
 
 
 def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_copies_of_a_tied_embedding_may_have_another_type(dtype: torch.dtype, folder: Path) -> None:
+    def save_head(values: Tensor) -> None:
+        edit_tensors(folder, lambda every: every.update({"lm_head.weight": values.to(dtype)}))
+
+    shared = "model.shared.weight"
+    edit_tensors(folder, lambda every: every.update({shared: every[shared].half().float()}))
+    value = load_file(folder / WEIGHTS)[shared]
+    save_head(value)
+    assert torch.equal(open_foreign(folder).tensors.read("embedding.weight"), value)
+    save_head(value + 1)
+    assert "their values differ" in refusal(folder)
+
+
     """As transformers does: it writes a model in one file without removing an older index."""
     older = load_file(folder / WEIGHTS)
     save_file(older | {NORM: older[NORM] + 1}, folder / "model-1.safetensors")
