@@ -120,6 +120,8 @@ def raw_record(path: Path, digest: str) -> InputRecord:
     return InputRecord(kind="raw", path=str(path.absolute()), digest=digest)
 
 
+    if not any(name.startswith("model.") for name in folder.tensors.names()):
+        table = table.renamed(("model.", ""))  # as M2M100Model saves what M2M100For… contains
 class M2M100Config(Described):
     """The fields of ``config.json`` that describe the model."""
 
