@@ -69,10 +69,9 @@ def open_model(path: Path) -> ModelSource:
     Raises:
         ArtifactError: There is none, or it cannot be used.
     """
-    manifest = read_manifest(path) if path.is_dir() else None
-    if manifest is None or manifest.kind == "export":
-        return open_foreign(path)
-    return own_source(open_checkpoint(path))
+    # Exports have a manifest of ours, and some models from elsewhere one of other software.
+    is_foreign = (path / CONFIG_FILE).is_file() or not path.is_dir() or read_manifest(path) is None
+    return open_foreign(path) if is_foreign else own_source(open_checkpoint(path))
 
 
 def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> ModelSource:

@@ -29,10 +29,11 @@ from transformers import (
     NllbTokenizer,
 )
 
-from pipeline.checkpoints.importing import import_checkpoint, open_foreign
+from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign, open_model
 from pipeline.cli import main
 from pipeline.config.settings import shown
-from pipeline.errors import CheckpointError
+from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model.settings import MoEConfig
 
 WEIGHTS = "model.safetensors"
@@ -65,6 +66,17 @@ def test_a_file_of_a_folder_is_answered_with_the_folder(folder: Path) -> None:
 def test_a_checkpoint_of_ours_needs_no_import(moe: MoEConfig | None, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "ours", tiny_model(byte_spec(moe=moe)))
     assert "is a checkpoint of mmnmt, which needs no import" in refusal(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("content", ['{"name": "app", "icons": []}', "none"])
+def test_a_manifest_of_other_software_in_a_folder_is_passed_over(
+    content: str, folder: Path
+) -> None:
+    expected = open_model(folder).spec
+    (folder / "manifest.json").write_text(content)
+    assert open_model(folder).spec == expected
+    with pytest.raises(ArtifactError, match="is a model of other software"):
+        open_checkpoint(folder)
 
 
 def refusal(folder: Path) -> str:
