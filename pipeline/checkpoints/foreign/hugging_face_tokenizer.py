@@ -323,15 +323,17 @@ def _language_tokens(
     """Return language token → id.
 
     The folder's files give the ids; without them, ids follow ``first_id`` in the order of the
-    folder's list, or of the published models.
+    folder's list, or of the published models. Before 4.34, transformers gave the ids of only those
+    listed tokens that a user had added.
     """
     given = _added_tokens(folder, config)
     found = {token: index for token, index in given.items() if _LANGUAGE.fullmatch(token)}
-    if found:
-        # Of two spellings of one code the first has it: files that sort ids as text change nothing.
-        return dict(sorted(found.items(), key=lambda entry: entry[1]))
     order = [token for token in _listed_tokens(folder, config) if _LANGUAGE.fullmatch(token)]
-    return {token: first_id + index for index, token in enumerate(order or published)}
+    if not found:
+        order = order or [*published]
+    ids = {token: first_id + index for index, token in enumerate(order)} | found
+    # Of two spellings of one code the first has it: files that sort ids as text change nothing.
+    return dict(sorted(ids.items(), key=lambda entry: entry[1]))
 
 
 def language_of_token(token: str) -> str | None:
