@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.corpora import writing
 from support.exported_models import (
     BEYOND,
@@ -199,6 +200,44 @@ def test_weights_beyond_a_size_lie_in_several_files_with_an_index(
 ) -> None:
     source = own_checkpoint(tmp_path / "checkpoint")
     monkeypatch.setattr("pipeline.checkpoints.weights.SHARD_BYTES", 8000)
+    found, expected = logits_of(back, PAIRS), logits_of(source, PAIRS)
+    assert_same_logits(found, [logits_LV[:, rows] for logits_LV in expected])
+    export_checkpoint(tmp_path / "back", out_dir=tmp_path / "ct2", export=Export(to="ctranslate2"))
+
+
+@pytest.mark.parametrize("code", ["de", "fr"])
+def test_a_language_that_somebody_suppresses_is_known(code: str, tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    before = open_foreign(tmp_path / "out")
+    path = tmp_path / "out" / "generation_config.json"
+    found = json.loads(path.read_text())
+    tokens = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    [index] = [
+        int(index)
+        for index, token in tokens["added_tokens_decoder"].items()
+        if token["content"] == f"__{code}__"
+    ]
+    found["suppress_tokens"] += [index, 1]  # and padding, which has a row of zeros in many models
+    path.write_text(json.dumps(found))
+    assert open_foreign(tmp_path / "out").spec == before.spec
+
+
+@pytest.mark.parametrize(
+    ("narrow", "expected"),
+    [("model.shared.weight", "float32"), ("fc1.weight", "float32"), ("", "bfloat16")],
+)
+def test_an_export_is_loaded_in_a_type_that_has_all_values(
+    narrow: str, expected: str, tmp_path: Path
+) -> None:
+    nllb_folder(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    values = load_file(path)
+    save_file({k: v.bfloat16() if k.endswith(narrow) else v for k, v in values.items()}, path)
+    import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == expected
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
