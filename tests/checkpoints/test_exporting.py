@@ -60,18 +60,34 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*only 'pre'.*--to ctranslate2"),
         ("hf-m2m100", {"positions": "learned"}, "model.positions = 'learned'.*--to ctranslate2"),
         ("hf-m2m100", {"embedding_norm": True}, "model.embedding_norm = True.*--to ctranslate2"),
-        ("hf-m2m100", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
-        ("ctranslate2", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
+        (
+            "hf-m2m100",
+            {"converter_layers": 1},
+            "converter_layers = 1.*No format supports this model",
+        ),
+        (
+            "ctranslate2",
+            {"converter_layers": 1},
+            "converter_layers = 1.*No format supports this model",
+        ),
         ("hf-m2m100", {"embedding": {"output": "untied"}}, "output = 'untied'.*--to ctranslate2"),
         ("hf-m2m100", {"tag_scheme": "tgt"}, "tag_scheme = 'tgt'.*--to ctranslate2"),
         ("hf-m2m100", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
-        ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
+        # The format that is named takes the model.
+        ("hf-nllb-moe", {"norm": "post"}, "model.moe = 'none'.*--to ctranslate2"),
+        ("ctranslate2", {"moe": MOE, "norm": "post"}, "model.moe.*No format supports this model"),
+        ("hf-m2m100", {"tag_scheme": "src-suffix-tgt"}, "tag_scheme.*No format supports this mod"),
+        (
+            "hf-nllb-moe",
+            {"moe": MOE, "norm": "post"},
+            "model.norm = 'post'.*No format supports this model",
+        ),
         *(
             ("hf-nllb-moe", {"moe": MOE.model_copy(update={name: value})}, said)
             for name, value, said in (
-                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports it"),
+                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports this model"),
                 ("combine_weights", "probability", "combine_weights = 'probability'"),
                 ("evaluation_capacity_factor", 1.0, "evaluation_capacity_factor = 1.0"),
             )
@@ -99,8 +115,8 @@ def test_a_feed_forward_of_one_s_own_is_refused_by_its_kind(
     model = spec.model.model_copy(update={"feed_forward": OddFeedForward()})
     with pytest.raises(CheckpointError) as raised:
         refuse_unwritable(Path("a"), spec.model_copy(update={"model": model}), to=to)
-    said = f"a has model.feed_forward = 'odd'; {to} supports only 'dense'. No format supports it."
-    assert str(raised.value) == said
+    said = f"a has model.feed_forward = 'odd'; {to} supports only 'dense'. No format supports this "
+    assert str(raised.value) == f"{said}model."
 
 
 @pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
@@ -296,7 +312,7 @@ def test_unknown_pieces_are_refused_where_they_would_get_ids(tmp_path: Path) -> 
     pieces = (1, 0, 2, 3, *range(4, count - 1), None)
     files = tokenizer_with(pieces, count + 3)
     source = own_checkpoint(tmp_path / "checkpoint", languages=BEYOND, tokenizer=files)
-    with pytest.raises(CheckpointError, match=r"has 1 piece without an id"):
+    with pytest.raises(CheckpointError, match=r"has 1 piece without an id.* --to ctranslate2"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="ctranslate2"))
 
@@ -305,6 +321,9 @@ def test_unknown_pieces_are_refused_where_they_would_get_ids(tmp_path: Path) -> 
 
 
 def test_an_exported_folder_is_replaced_only_if_asked_and_ours(tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "moe", languages=BEYOND, tokenizer=files, moe=MOE)
+    with pytest.raises(CheckpointError, match=r"has 1 piece without an id.* No format supports"):
+        export_checkpoint(source.origin, out_dir=tmp_path / "no", export=Export(to="hf-nllb-moe"))
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     export = Export(to="hf-m2m100")
     export_checkpoint(source.origin, out_dir=out, export=export)
