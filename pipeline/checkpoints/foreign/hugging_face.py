@@ -85,7 +85,7 @@ def _open(
     expert_output_scale: float = 1.0,
 ) -> ModelSource:
     """Open a folder of any family; ``usual_tokenizer`` applies if no file names a class."""
-    files, tag_scheme = folder_tokenizer(
+    files, tag_scheme, absent = folder_tokenizer(
         folder, usual_class=config.tokenizer_class or usual_tokenizer, size=config.vocab_size
     )
     tokenizer = files.build()
@@ -99,7 +99,7 @@ def _open(
         )
     spec = make_spec(
         model=model,
-        vocabulary_size=config.vocab_size,
+        vocabulary_size=config.vocab_size - len(absent),
         pad_id=config.pad_token_id,
         languages=tokenizer.languages,
         tag_scheme=tag_scheme,
@@ -109,7 +109,11 @@ def _open(
         spec=spec,
         tokenizer=files,
         tensors=ForeignTensors.through(
-            table, folder.tensors, spec=spec, expert_output_scale=expert_output_scale
+            table,
+            folder.tensors,
+            spec=spec,
+            expert_output_scale=expert_output_scale,
+            absent_rows=absent,
         ),
         record=raw_record(folder.origin, raw_digest(folder.origin)),
     )

@@ -228,7 +228,8 @@ def test_ids_of_languages_are_read_from_the_file_that_has_them(
     model = sentencepiece_model()
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
     (tmp_path / name).write_text(json.dumps(content))
-    files, _ = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    numbering = found.files.description.numbering
     first = len(pieces_of(model)) + 1
     tokens = {code: first + offset for code, offset in (offsets or {}).items()}
     assert numbering is not None
