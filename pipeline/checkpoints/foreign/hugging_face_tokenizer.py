@@ -168,6 +168,7 @@ class _SpecialTokens(Described):
 class Generation(Described):
     """``generation_config.json``."""
 
+    decoder_start_token_id: int | None = None
     suppress_tokens: tuple[int, ...] | None = None
 
 
@@ -253,7 +254,6 @@ def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> FolderTokenizer:
         pieces=[vocabulary.get(piece) for piece in pieces],
         languages={code: first + place for place, code in enumerate(present)},
     )
-
     return FolderTokenizer(files, "src-tgt", tuple(absent))
 
 
@@ -271,6 +271,7 @@ def _suppressed_rows_of_zeros(folder: ModelFolder) -> set[int]:
         return set()
     rows = dict(enumerate(torch.atleast_1d(folder.tensors.read(names[0]))))
     return {index for index in suppressed if index in rows and not rows[index].any()}
+
 
 def _shifted_tokenizer(
     folder: ModelFolder, config: TokenizerConfig, *, size: int, published: Sequence[str]

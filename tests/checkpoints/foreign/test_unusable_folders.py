@@ -176,18 +176,6 @@ def test_copies_of_a_tied_embedding_may_have_another_type(dtype: torch.dtype, fo
     assert "their values differ" in refusal(folder)
 
 
-    """As transformers does: it writes a model in one file without removing an older index."""
-    older = load_file(folder / WEIGHTS)
-    save_file(older | {NORM: older[NORM] + 1}, folder / "model-1.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
-    loaded = M2M100ForConditionalGeneration.from_pretrained(folder).state_dict()[NORM]
-    ours = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
-    assert torch.equal(ours, loaded)
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, VOCABULARY_FILE])
-def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, folder: Path) -> None:
-    (folder / name).unlink()
 def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path) -> None:
     peer = nllb_folder(tmp_path / "sharded")
     (tmp_path / "sharded" / WEIGHTS).unlink()
@@ -210,6 +198,18 @@ def test_parts_without_their_index_are_named(kept: int, folder: Path) -> None:
 
 
 def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
+    """As transformers does: it writes a model in one file without removing an older index."""
+    older = load_file(folder / WEIGHTS)
+    save_file(older | {NORM: older[NORM] + 1}, folder / "model-1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
+    loaded = M2M100ForConditionalGeneration.from_pretrained(folder).state_dict()[NORM]
+    ours = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
+    assert torch.equal(ours, loaded)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, VOCABULARY_FILE])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, folder: Path) -> None:
+    (folder / name).unlink()
     os.mkfifo(folder / name)
     writer = os.open(folder / name, os.O_RDWR)  # with a writer, a reader goes on and fails
     os.write(writer, b"no weights")
@@ -312,8 +312,20 @@ def test_an_adapter_beside_or_without_its_model_is_refused(lacks_model: bool, fo
 def test_a_configuration_that_is_not_this_model_s_is_refused_by_what_it_says(
     changes: dict[str, Any], said: str, folder: Path
 ) -> None:
+    (folder / "generation_config.json").unlink()  # it would contradict some of the changes
     edit_json(folder / "config.json", **changes)
     assert said in refusal(folder)
+
+
+def test_the_start_of_translations_is_what_generate_takes(folder: Path, tmp_path: Path) -> None:
+    edit_json(folder / "generation_config.json", decoder_start_token_id=0)
+    assert "decoder_start_token_id = 0; only 2 is supported" in refusal(folder)
+    mbart50_folder(tmp_path / "mbart")
+    edit_json(tmp_path / "mbart" / "config.json", decoder_start_token_id=None)
+    edit_json(tmp_path / "mbart" / "generation_config.json", decoder_start_token_id=None)
+    assert "decoder_start_token_id = None; only 2" in refusal(tmp_path / "mbart")
+    edit_json(tmp_path / "mbart" / "generation_config.json", decoder_start_token_id=2)
+    open_foreign(tmp_path / "mbart")
 
 
 def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
@@ -453,6 +465,7 @@ def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
         "eos_token_id = (1, 2) in its model's configuration, but its tokenizer has (1, 0)" in said
     )
     edit_json(folder / "config.json", eos_token_id=0, bos_token_id=2, decoder_start_token_id=0)
+    edit_json(folder / "generation_config.json", decoder_start_token_id=0)
     ours = open_foreign(folder).tokenizer.build()
     specials = [ours.bos_id, ours.pad_id, ours.eos_id, ours.unk_id]
     assert specials == theirs.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"])
