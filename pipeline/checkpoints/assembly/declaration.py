@@ -23,7 +23,7 @@ declares its inputs and the model of its recipe. :func:`plan_assembly` derives t
 result from the sources.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -45,7 +45,7 @@ from pipeline.config.documents import read_toml
 from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import canonical, distinct_codes, find_code, meant_code
 from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import groups_of_languages, make_spec, marks_of_vocabulary
@@ -145,6 +145,8 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         inputs["groups"] = artifact.as_input
         groups = read_groups(artifact)
     embeddings = present.get("embeddings")
+    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
+    assembly = _in_codes(assembly, known, tokenizer)
     tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
     known = embeddings.tokenizer.build().languages if embeddings else ()
     named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
@@ -261,6 +263,25 @@ def known_groups(
         if like in groups:
             groups.setdefault(code, groups[like])
     return groups or None
+
+
+def _in_codes(assembly: Assembly, known: Sequence[str], named: TokenizerFiles | None) -> Assembly:
+    """Return a declaration with new languages by the codes that corpora have, gsw for gsw_Latn.
+
+    Raises:
+        ConfigError: It names a new language twice.
+    """
+    languages: dict[str, str] = {}
+    for spelling, like in assembly.languages.items():
+        code = spelling
+        if find_code(spelling, known) is None:
+            taken = {canonical(spelling)} & {*known, *languages}  # in another script
+            code = distinct_codes([spelling, *taken])[spelling]
+            code = meant_code(code, named.description.languages) if named else code
+        if code in languages:
+            raise ConfigError(f"[languages] names {code!r} twice. Leave out {spelling!r}.")
+        languages[code] = like
+    return assembly.model_copy(update={"languages": languages})
 
 
 def _with_new_languages(

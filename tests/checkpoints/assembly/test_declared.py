@@ -240,9 +240,13 @@ def test_bfloat16_rounds_every_tensor_once() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize("like", ["deu_Latn", "de-DE"])
-def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(like: str) -> None:
-    added = f'[languages]\ngsw = "{like}"\nlad = "fresh"\n'
+@pytest.mark.parametrize(
+    ("spelling", "like"), [("gsw", "deu_Latn"), ("gsw_Latn", "de-DE"), ("GSW", "de")]
+)
+def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(
+    spelling: str, like: str
+) -> None:
+    added = f'[languages]\n{spelling} = "{like}"\nlad = "fresh"\n'
     text = ALL_DENSE.format(source="m2m100", ratio=0.0) + added
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     made = open_artifact(Path("made"), kind="checkpoint")
@@ -360,6 +364,10 @@ def test_a_declaration_that_cannot_be_is_one_sentence(
 
 @pytest.mark.usefixtures("at_shelf")
 def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+        (
+            ("[upcycling]", "[languages]\ngsw = 'de'\ngsw_Latn = 'de'\n[upcycling]"),
+            "names 'gsw' twice. Leave out 'gsw_Latn'.",
+        ),
     assert main(["upcycle", declare(ROW_12), "--out", "dense", "--overwrite"]) == 2
     assert "Choose another folder for the output" in capsys.readouterr().err
     assert json.loads(Path("dense/manifest.json").read_text())["kind"] == "checkpoint"
