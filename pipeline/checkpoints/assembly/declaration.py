@@ -145,10 +145,9 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         inputs["groups"] = artifact.as_input
         groups = read_groups(artifact)
     embeddings = present.get("embeddings")
-    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
+    known = embeddings.tokenizer.build().languages if embeddings else ()
     assembly = _in_codes(assembly, known, tokenizer)
     tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
-    known = embeddings.tokenizer.build().languages if embeddings else ()
     named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
     resembling = {code: find_code(like, known) or like for code, like in named_likes.items()}
     model = model or _declared_model(assembly, present)
@@ -193,11 +192,12 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
             f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
             "declare the experts of the model in [experts]."
         )
-    moe = assembly.experts or next(iter(experts), None)
+    moe = next((found.model_dump() for found in experts), None)
+    if assembly.experts is not None:
+        stays = {name: value for name, value in (moe or {}).items() if name not in free}
+        moe = {**stays, **assembly.experts.model_dump(exclude_unset=True)}
     try:
-        model = ModelConfig.model_validate(
-            {**settings, "moe": moe and moe.model_dump(), **assembly.model}
-        )
+        model = ModelConfig.model_validate({**settings, "moe": moe, **assembly.model})
     except ValidationError as error:
         raise ConfigError(
             f"The model that is declared: {describe_validation(error, ModelConfig)}"

@@ -17,7 +17,12 @@ from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly import writing
 from pipeline.checkpoints.assembly.rules import diversified
-from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    open_checkpoint,
+    read_spec,
+    read_tokenizer,
+)
 from pipeline.checkpoints.importing import open_model
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles
@@ -313,6 +318,19 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
     assert not any(torch.equal(after[index], row) for index in (first, second) for row in before)
 
 
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1, "combine_weights": "probability"}, {"every": 1, "top_k": 3}]
+)
+def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]) -> None:
+    moe = MoEConfig(num_experts=4, **settings)
+    make_checkpoint(Path("moe"), tiny_model(byte_spec(moe=moe)))
+    text = ALL_DENSE.format(source="moe", ratio=0.1).replace("= 4\nevery = 2", "= 8")
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    spec = read_spec(open_checkpoint(Path("made")))
+    assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
+
+
 # ---------------------------------------------------------------- careless users
 
 
@@ -346,6 +364,10 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
+        (
+            ("[upcycling]", "[languages]\ngsw = 'de'\ngsw_Latn = 'de'\n[upcycling]"),
+            "names 'gsw' twice. Leave out 'gsw_Latn'.",
+        ),
         (("[upcycling]", "[languages]\ngsw = 'german'\n[upcycling]"), "Write 'de'."),
     ],
 )
@@ -364,10 +386,6 @@ def test_a_declaration_that_cannot_be_is_one_sentence(
 
 @pytest.mark.usefixtures("at_shelf")
 def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-        (
-            ("[upcycling]", "[languages]\ngsw = 'de'\ngsw_Latn = 'de'\n[upcycling]"),
-            "names 'gsw' twice. Leave out 'gsw_Latn'.",
-        ),
     assert main(["upcycle", declare(ROW_12), "--out", "dense", "--overwrite"]) == 2
     assert "Choose another folder for the output" in capsys.readouterr().err
     assert json.loads(Path("dense/manifest.json").read_text())["kind"] == "checkpoint"
