@@ -308,9 +308,15 @@ def stage_key(
 
 def finished_manifest(path: Path, *, wanted: str = "artifact") -> Manifest:
     """Return the manifest of a finished artifact; ``wanted`` is its kind, for the ArtifactError."""
-    if path.is_dir() and (manifest := read_manifest(path)):
-        return manifest
-    if wanted in ("artifact", "checkpoint", "tokenizer"):
+    may_be_foreign = wanted in ("artifact", "checkpoint", "tokenizer")
+    try:
+        if path.is_dir() and (manifest := read_manifest(path)):
+            return manifest
+    except ArtifactError:  # other software has manifests, too
+        if may_be_foreign:
+            refuse_foreign(path, wanted=wanted)
+        raise
+    if may_be_foreign:
         refuse_foreign(path, wanted=wanted)
     if not path.exists():
         raise ArtifactError(f"{path} does not exist. Run the stage that makes the {wanted} first.")

@@ -103,7 +103,7 @@ def export_checkpoint(
             text = card.text(entries.tokens)
         else:
             layout = chosen_layout(entries)
-            refuse_unknown_pieces(source.origin, entries, layout)
+            refuse_unknown_pieces(source.origin, entries, layout, to=export.to)
             tokenizer_class = export_to_hugging_face.write_model(writer, source, layout)
             text = card.text(layout.token_of, tokenizer_class=tokenizer_class)
         (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
@@ -113,49 +113,57 @@ def export_checkpoint(
 
 def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
     """Raise CheckpointError if a format does not support a setting of a model."""
-    model, is_hugging_face = spec.model, to != "ctranslate2"
-    wanted, other = ("experts", "hf-m2m100") if to == "hf-nllb-moe" else ("none", "hf-nllb-moe")
-    instead = "ctranslate2" if to == "hf-m2m100" else ""
-    # setting, value, the values that the format supports, a format that supports the others
-    limits: list[tuple[str, object, tuple[object, ...], str]] = [
-        ("model.moe", "experts" if model.moe else "none", (wanted,), other),
-        ("model.converter_layers", model.converter_layers, (0,), ""),
-        ("model.embedding.input", model.embedding.input, ("learned", "frozen"), ""),
-        ("model.front", model.front.kind, ("subwords",), ""),
-        ("model.feed_forward", model.feed_forward.kind, (DenseConfig().kind,), ""),
-        ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to], instead),
+    for setting, found, possible in _unsupported(spec, to):
+        others = [other for other in FORMATS if not _unsupported(spec, other)]
+        fix = f"Export it --to {others[0]}." if others else "No format supports this model."
+        values = " or ".join(map(repr, possible))
+        raise CheckpointError(
+            f"{origin} has {setting} = {found!r}; {to} supports only {values}. {fix}"
+        )
+
+
+def _unsupported(spec: ModelSpec, to: Format) -> list[tuple[str, object, tuple[object, ...]]]:
+    """Return the settings that a format lacks: name, value, and the values that it supports."""
+    model, moe = spec.model, spec.model.moe
+    limits: list[tuple[str, object, tuple[object, ...]]] = [
+        (
+            "model.moe",
+            "experts" if moe else "none",
+            ("experts" if to == "hf-nllb-moe" else "none",),
+        ),
+        ("model.converter_layers", model.converter_layers, (0,)),
+        ("model.embedding.input", model.embedding.input, ("learned", "frozen")),
+        ("model.front", model.front.kind, ("subwords",)),
+        ("model.feed_forward", model.feed_forward.kind, (DenseConfig().kind,)),
+        ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to]),
     ]
-    if is_hugging_face:
+    if to != "ctranslate2":
         limits += [
-            ("model.norm", model.norm, ("pre",), instead),
-            ("model.positions", model.positions, ("sinusoidal",), instead),
-            ("model.embedding_norm", model.embedding_norm, (False,), instead),
-            ("model.embedding.output", model.embedding.output, ("tied",), instead),
+            ("model.norm", model.norm, ("pre",)),
+            ("model.positions", model.positions, ("sinusoidal",)),
+            ("model.embedding_norm", model.embedding_norm, (False,)),
+            ("model.embedding.output", model.embedding.output, ("tied",)),
         ]
-    if to == "hf-nllb-moe" and (moe := model.moe) is not None:
-        factor = moe.evaluation_capacity_factor
+    if to == "hf-nllb-moe" and moe is not None:
         limits += [
-            ("model.moe.top_k", moe.top_k, (2,), ""),
-            ("model.moe.combine_weights", moe.combine_weights, ("renormalized",), ""),
-            ("model.moe.decoder_router", moe.decoder_router, ("token",), ""),
-            ("model.moe.evaluation_capacity_factor", factor, (None,), ""),
+            ("model.moe.top_k", moe.top_k, (2,)),
+            ("model.moe.combine_weights", moe.combine_weights, ("renormalized",)),
+            ("model.moe.decoder_router", moe.decoder_router, ("token",)),
+            ("model.moe.evaluation_capacity_factor", moe.evaluation_capacity_factor, (None,)),
         ]
-    for setting, found, possible, instead in limits:
-        if found not in possible:
-            values = " or ".join(map(repr, possible))
-            fix = f"Export it --to {instead}." if instead else "No format supports it."
-            raise CheckpointError(
-                f"{origin} has {setting} = {found!r}; {to} supports only {values}. {fix}"
-            )
+    return [limit for limit in limits if limit[1] not in limit[2]]
 
 
-def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> None:
+def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout, *, to: Format) -> None:
     """Raise CheckpointError if NllbTokenizer would assign ids to pieces that have none."""
     if entries.unknown_pieces and not layout.of_hundred:
+        fix = (
+            "Export it --to ctranslate2." if to == "hf-m2m100" else "No format supports this model."
+        )
         raise CheckpointError(
             f"The vocabulary of {origin} has {counted(entries.unknown_pieces, 'piece')} without "
             "an id, but NllbTokenizer, which languages and tokens other than M2M-100's need, "
-            "assigns ids to all pieces. Export it --to ctranslate2."
+            f"assigns ids to all pieces. {fix}"
         )
 
 

@@ -19,7 +19,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.files import ADAPTER_FILE, CONFIG_FILE
+from pipeline.checkpoints.foreign.files import CONFIG_FILE, refuse_adapter
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
 from pipeline.distributed.process import track
@@ -69,10 +69,9 @@ def open_model(path: Path) -> ModelSource:
     Raises:
         ArtifactError: There is none, or it cannot be used.
     """
-    manifest = read_manifest(path) if path.is_dir() else None
-    if manifest is None or manifest.kind == "export":
-        return open_foreign(path)
-    return own_source(open_checkpoint(path))
+    # Exports have a manifest of ours, and some models from elsewhere one of other software.
+    is_foreign = (path / CONFIG_FILE).is_file() or not path.is_dir() or read_manifest(path) is None
+    return open_foreign(path) if is_foreign else own_source(open_checkpoint(path))
 
 
 def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> ModelSource:
@@ -94,12 +93,7 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
                 f"{path} is part of a checkpoint of Hugging Face's. Name its folder, {path.parent}."
             )
         return fairseq.open_file(path, vocabulary)
-    if (path / ADAPTER_FILE).is_file():  # transformers adds it to the model that it loads
-        raise CheckpointError(
-            f"{path} has an adapter ({ADAPTER_FILE}), which is not read. Merge it into its model, "
-            "and save the result in another folder (peft: "
-            "model.merge_and_unload().save_pretrained(DIR))."
-        )
+    refuse_adapter(path)
     if not (path / CONFIG_FILE).is_file():
         manifest = read_manifest(path) if path.is_dir() else None
         if manifest is not None and manifest.kind == "checkpoint":

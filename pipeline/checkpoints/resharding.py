@@ -159,10 +159,10 @@ class CheckedState:
 
 def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:
     """Return the error of a state that has only ``filled`` of the values of a target."""
-    fix = "" if filled else "If the code of the model has changed, change it back. "
     return CheckpointError(
         f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
-        f"{target.what} of {target.tensor}. {fix}{how_to_restore(state.directory)}."
+        f"{target.what} of {target.tensor}. If the code of the model has changed, change it back. "
+        f"{how_to_restore(state.directory)}."
     )
 
 

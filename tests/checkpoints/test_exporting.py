@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.corpora import writing
 from support.exported_models import (
     BEYOND,
@@ -18,7 +19,13 @@ from support.exported_models import (
     tokenizer_of_two,
 )
 from support.foreign_families import nllb_folder
-from support.foreign_models import LINES, m2m100_folder
+from support.foreign_models import (
+    LINES,
+    PAIRS,
+    assert_same_logits,
+    logits_of,
+    m2m100_folder,
+)
 from support.raw_trees import unpack_stored_run
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_spec
@@ -59,18 +66,34 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*only 'pre'.*--to ctranslate2"),
         ("hf-m2m100", {"positions": "learned"}, "model.positions = 'learned'.*--to ctranslate2"),
         ("hf-m2m100", {"embedding_norm": True}, "model.embedding_norm = True.*--to ctranslate2"),
-        ("hf-m2m100", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
-        ("ctranslate2", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
+        (
+            "hf-m2m100",
+            {"converter_layers": 1},
+            "converter_layers = 1.*No format supports this model",
+        ),
+        (
+            "ctranslate2",
+            {"converter_layers": 1},
+            "converter_layers = 1.*No format supports this model",
+        ),
         ("hf-m2m100", {"embedding": {"output": "untied"}}, "output = 'untied'.*--to ctranslate2"),
         ("hf-m2m100", {"tag_scheme": "tgt"}, "tag_scheme = 'tgt'.*--to ctranslate2"),
         ("hf-m2m100", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
-        ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
+        # The format that is named takes the model.
+        ("hf-nllb-moe", {"norm": "post"}, "model.moe = 'none'.*--to ctranslate2"),
+        ("ctranslate2", {"moe": MOE, "norm": "post"}, "model.moe.*No format supports this model"),
+        ("hf-m2m100", {"tag_scheme": "src-suffix-tgt"}, "tag_scheme.*No format supports this mod"),
+        (
+            "hf-nllb-moe",
+            {"moe": MOE, "norm": "post"},
+            "model.norm = 'post'.*No format supports this model",
+        ),
         *(
             ("hf-nllb-moe", {"moe": MOE.model_copy(update={name: value})}, said)
             for name, value, said in (
-                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports it"),
+                ("top_k", 1, "model.moe.top_k = 1.*only 2. No format supports this model"),
                 ("combine_weights", "probability", "combine_weights = 'probability'"),
                 ("evaluation_capacity_factor", 1.0, "evaluation_capacity_factor = 1.0"),
             )
@@ -98,8 +121,8 @@ def test_a_feed_forward_of_one_s_own_is_refused_by_its_kind(
     model = spec.model.model_copy(update={"feed_forward": OddFeedForward()})
     with pytest.raises(CheckpointError) as raised:
         refuse_unwritable(Path("a"), spec.model_copy(update={"model": model}), to=to)
-    said = f"a has model.feed_forward = 'odd'; {to} supports only 'dense'. No format supports it."
-    assert str(raised.value) == said
+    said = f"a has model.feed_forward = 'odd'; {to} supports only 'dense'. No format supports this "
+    assert str(raised.value) == f"{said}model."
 
 
 @pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
@@ -163,11 +186,11 @@ def test_what_is_exported_is_read_back_as_it_was(
 ) -> None:
     source = own_checkpoint(tmp_path / "checkpoint", languages=languages)
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
-    back = open_foreign(tmp_path / "out")
-    assert back.spec.model == source.spec.model
-    assert back.spec.languages == languages
+    back = import_checkpoint(tmp_path / "out", out_dir=tmp_path / "back")
+    assert back.spec == source.spec.model_copy(update={"pad_id": 1})
     ours, theirs = source.tokenizer.build(), back.tokenizer.build()
-    rows = chosen_layout(entries_of(source.tokenizer, source.origin)).rows
+    layout = chosen_layout(entries_of(source.tokenizer, source.origin))
+    rows = [row for row in layout.rows if row is not None]  # without languages that ours lacks
     for line in LINES:
         assert [rows[index] for index in theirs.encode(line)] == ours.encode(line)
     for code in source.spec.languages:
@@ -177,6 +200,44 @@ def test_what_is_exported_is_read_back_as_it_was(
         if name == "embedding.weight":
             value = value[[rows.index(index) for index in range(ours.size)]]
         assert torch.equal(value, source.tensors.read(name))
+    found, expected = logits_of(back, PAIRS), logits_of(source, PAIRS)
+    assert_same_logits(found, [logits_LV[:, rows] for logits_LV in expected])
+    export_checkpoint(tmp_path / "back", out_dir=tmp_path / "ct2", export=Export(to="ctranslate2"))
+
+
+@pytest.mark.parametrize("code", ["de", "fr"])
+def test_a_language_that_somebody_suppresses_is_known(code: str, tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    before = open_foreign(tmp_path / "out")
+    path = tmp_path / "out" / "generation_config.json"
+    found = json.loads(path.read_text())
+    tokens = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    [index] = [
+        int(index)
+        for index, token in tokens["added_tokens_decoder"].items()
+        if token["content"] == f"__{code}__"
+    ]
+    found["suppress_tokens"] += [index, 1]  # and padding, which has a row of zeros in many models
+    path.write_text(json.dumps(found))
+    assert open_foreign(tmp_path / "out").spec == before.spec
+
+
+@pytest.mark.parametrize(
+    ("narrow", "expected"),
+    [("model.shared.weight", "float32"), ("fc1.weight", "float32"), ("", "bfloat16")],
+)
+def test_an_export_is_loaded_in_a_type_that_has_all_values(
+    narrow: str, expected: str, tmp_path: Path
+) -> None:
+    nllb_folder(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    values = load_file(path)
+    save_file({k: v.bfloat16() if k.endswith(narrow) else v for k, v in values.items()}, path)
+    import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == expected
 
 
 def test_an_imported_model_is_exported_as_it_came(tmp_path: Path) -> None:
@@ -257,9 +318,12 @@ def test_unknown_pieces_are_refused_where_they_would_get_ids(tmp_path: Path) -> 
     pieces = (1, 0, 2, 3, *range(4, count - 1), None)
     files = tokenizer_with(pieces, count + 3)
     source = own_checkpoint(tmp_path / "checkpoint", languages=BEYOND, tokenizer=files)
-    with pytest.raises(CheckpointError, match=r"has 1 piece without an id"):
+    with pytest.raises(CheckpointError, match=r"has 1 piece without an id.* --to ctranslate2"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="ctranslate2"))
+    source = own_checkpoint(tmp_path / "moe", languages=BEYOND, tokenizer=files, moe=MOE)
+    with pytest.raises(CheckpointError, match=r"has 1 piece without an id.* No format supports"):
+        export_checkpoint(source.origin, out_dir=tmp_path / "no", export=Export(to="hf-nllb-moe"))
 
 
 # ---------------------------------------------------------------- places

@@ -172,6 +172,29 @@ def test_a_folder_without_weights_or_pieces_is_refused(tmp_path: Path) -> None:
         built(folder, "tagger")
 
 
+@pytest.mark.parametrize("name", ["", "config.json", "nowhere"])
+def test_what_is_no_folder_of_a_model_is_refused(name: str, tmp_path: Path) -> None:
+    folder = write_xlmr(tmp_path / "xlmr")
+    if not name:  # as the folder of a trained tagger
+        (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"is no folder with config\.json\. Name the folder"):
+        built(folder / name, "tagger")
+
+
+def test_pickled_weights_that_cannot_be_read_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = write_xlmr(tmp_path / "xlmr", safe=False)
+    path = folder / "pytorch_model.bin"
+    torch.save({"a": torch.nn.Linear(2, 2)}, path)
+    with pytest.raises(CheckpointError, match=r"torch\.save\(model\.state_dict\(\), FILE\)"):
+        built(folder, "tagger")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(CheckpointError, match="only a pointer of Git LFS"):
+        built(folder, "tagger")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match="has an adapter"):
+        built(folder, "tagger")
+
+
 def test_text_in_a_language_that_modules_leave_out_is_refused(tmp_path: Path) -> None:
     pretrained = Pretrained(write_xlmr(tmp_path / "xlmr"))
     modules = LowRankConfig(languages=("deu",))

@@ -23,7 +23,7 @@ declares its inputs and the model of its recipe. :func:`plan_assembly` derives t
 result from the sources.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -45,7 +45,7 @@ from pipeline.config.documents import read_toml
 from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import canonical, distinct_codes, find_code, meant_code
 from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import groups_of_languages, make_spec, marks_of_vocabulary
@@ -145,8 +145,9 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         inputs["groups"] = artifact.as_input
         groups = read_groups(artifact)
     embeddings = present.get("embeddings")
-    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
     known = embeddings.tokenizer.build().languages if embeddings else ()
+    assembly = _in_codes(assembly, known, tokenizer)
+    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
     named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
     resembling = {code: find_code(like, known) or like for code, like in named_likes.items()}
     model = model or _declared_model(assembly, present)
@@ -191,11 +192,12 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
             f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
             "declare the experts of the model in [experts]."
         )
-    moe = assembly.experts or next(iter(experts), None)
+    moe = next((found.model_dump() for found in experts), None)
+    if assembly.experts is not None:
+        stays = {name: value for name, value in (moe or {}).items() if name not in free}
+        moe = {**stays, **assembly.experts.model_dump(exclude_unset=True)}
     try:
-        model = ModelConfig.model_validate(
-            {**settings, "moe": moe and moe.model_dump(), **assembly.model}
-        )
+        model = ModelConfig.model_validate({**settings, "moe": moe, **assembly.model})
     except ValidationError as error:
         raise ConfigError(
             f"The model that is declared: {describe_validation(error, ModelConfig)}"
@@ -261,6 +263,25 @@ def known_groups(
         if like in groups:
             groups.setdefault(code, groups[like])
     return groups or None
+
+
+def _in_codes(assembly: Assembly, known: Sequence[str], named: TokenizerFiles | None) -> Assembly:
+    """Return a declaration with new languages by the codes that corpora have, gsw for gsw_Latn.
+
+    Raises:
+        ConfigError: It names a new language twice.
+    """
+    languages: dict[str, str] = {}
+    for spelling, like in assembly.languages.items():
+        code = spelling
+        if find_code(spelling, known) is None:
+            taken = {canonical(spelling)} & {*known, *languages}  # in another script
+            code = distinct_codes([spelling, *taken])[spelling]
+            code = meant_code(code, named.description.languages) if named else code
+        if code in languages:
+            raise ConfigError(f"[languages] names {code!r} twice. Leave out {spelling!r}.")
+        languages[code] = like
+    return assembly.model_copy(update={"languages": languages})
 
 
 def _with_new_languages(

@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
@@ -64,10 +65,9 @@ def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> 
     """
     spec, directory = source.spec, writer.directory
     config = model_config(spec, vocabulary_size=len(layout.rows))
-    dtype = source.tensors.read(EMBEDDING).dtype
+    dtype = _write_tensors(writer, foreign_tensors(source, layout))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     _write_configs(directory, config, layout)
-    _write_tensors(writer, foreign_tensors(source, layout))
     assert source.tokenizer.model is not None
     model = with_any_rule(source.tokenizer.model)
     return write_vocabulary(directory, model, layout, max_length=spec.model.max_positions)
@@ -149,14 +149,19 @@ def foreign_tensors(source: ModelSource, layout: Layout) -> Iterator[tuple[str, 
         yield theirs, layout.rearranged(value) if name == EMBEDDING else value
 
 
-def _write_tensors(writer: ArtifactWriter, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write ``model.safetensors``, or several files and their index if they are large."""
+def _write_tensors(writer: ArtifactWriter, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:
+    """Write ``model.safetensors``, or several files and their index if they are large.
+
+    Returns:
+        The type that has all values of all tensors, as which transformers can load the model.
+    """
     directory = writer.directory
-    parts, sizes = [], []
+    parts, sizes, dtypes = [], [], []
     for number, held in enumerate(files_of(tensors)):
         path = directory / f"part-{number:05d}.safetensors"
         parts.append((path, write_hashed(path, file_pieces(held, metadata=METADATA))))
         sizes.append({name: value.nbytes for name, value in held.items()})
+        dtypes += [value.dtype for value in held.values()]
     names = [WEIGHTS_FILE]
     if len(parts) > 1:  # their names have the number of files, which is known now
         numbers = range(1, len(parts) + 1)
@@ -170,6 +175,7 @@ def _write_tensors(writer: ArtifactWriter, tensors: Iterator[tuple[str, Tensor]]
         (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
     for (path, record), name in zip(parts, names, strict=True):
         writer.settled[path.rename(directory / name)] = record
+    return reduce(torch.promote_types, dtypes)
 
 
 def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_length: int) -> str:

@@ -324,13 +324,16 @@ def with_experts(weights: StateDict, files: Sequence[Path], num_experts: int) ->
     """Return the shared weights together with the experts in the files of all ranks.
 
     Raises:
-        CheckpointError: A file is missing, holds other tensors than experts', or another number of
-            experts than the first file.
+        CheckpointError: A file is missing, holds other tensors than experts' or another number of
+            experts than the first file, or two files have each other's name.
     """
     tensors = dict(weights.tensors)
     local = 0  # experts per rank, which the first file tells
+    writers = []
     for rank, path in enumerate(files):
-        experts = StateDict.checked(path, read_torch_file(path, keep=["model"]).get("model"))
+        state = read_torch_file(path, keep=["args", "cfg", "model"])
+        writers.append(_rank_of_writer(state))
+        experts = StateDict.checked(path, state.get("model"))
         numbers = set()
         for name, value in experts.tensors.items():
             match = _EXPERT.fullmatch(name)
@@ -351,7 +354,22 @@ def with_experts(weights: StateDict, files: Sequence[Path], num_experts: int) ->
                 f"{path} holds {len(numbers):,} experts of a layer, but {len(files):,} files "
                 f"share {num_experts:,}. Restore the files of all ranks from one checkpoint."
             )
+    # Files that were written anew may all name one rank: only other names of the same ranks count.
+    if set(writers) == set(range(len(files))) and writers != list(range(len(files))):
+        named = next(rank for rank, writer in enumerate(writers) if writer != rank)
+        raise CheckpointError(
+            f"{files[named]} was written by rank {writers[named]}, as its settings say "
+            "(distributed_rank). Give the files of all ranks their own names back."
+        )
     return replace(weights, tensors=tensors)
+
+
+def _rank_of_writer(state: Mapping[str, Any]) -> int | None:
+    """Return the rank in the settings of a file; None if they name none."""
+    sections = state.get("cfg")
+    section = sections.get("distributed_training") if isinstance(sections, dict) else None
+    rank = _section(section or state.get("args")).get("distributed_rank")
+    return rank if isinstance(rank, int) else None
 
 
 def _rank_file(shared: Path, rank: int) -> Path:

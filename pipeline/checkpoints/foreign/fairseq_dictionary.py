@@ -75,7 +75,8 @@ class FairseqVocabulary:
             lacking = "--dictionary" if dictionary is None else "--sentencepiece"
             raise ConfigError(
                 f"{lacking} is missing. Name both the dictionary of the fairseq checkpoint "
-                "(dict.txt) and the SentencePiece model whose pieces it numbers."
+                "(dict.txt) and the SentencePiece model whose pieces it numbers. A folder of "
+                "Hugging Face's takes neither of them, nor --languages."
             )
         return cls(dictionary, sentencepiece, tuple(languages))
 
@@ -160,7 +161,7 @@ def read_dictionary(content: bytes, path: Path) -> tuple[dict[str, int], int]:
         CheckpointError: A line is broken or repeats a symbol; names the first.
     """
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")  # some editors put a mark before the first piece
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{path} is no text in UTF-8. Name the dictionary of this model (dict.txt)."

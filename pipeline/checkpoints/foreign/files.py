@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from pipeline.checkpoints.weights import TensorFolder
-from pipeline.config.documents import parse_json, read_bytes
+from pipeline.config.documents import parse_json, read_bytes, refuse_pointer
 from pipeline.config.settings import describe_validation, one_line, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.settings import ModelConfig
@@ -53,6 +53,16 @@ class Described(BaseModel):
 
 
 AnyDescribed = TypeVar("AnyDescribed", bound=Described)
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raise CheckpointError if a folder has an adapter, which transformers adds to its model."""
+    if (directory / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{directory} has an adapter ({ADAPTER_FILE}), which is not read. Merge it into its "
+            "model, and save the result and its tokenizer in another folder (peft: "
+            "model.merge_and_unload().save_pretrained(DIR))."
+        )
 
 
 class ModelFolder:
@@ -110,8 +120,14 @@ class ModelFolder:
         if not self.has(WEIGHTS_FILE) and any(map(self.has, PICKLED)):
             raise CheckpointError(
                 f"{self.origin} has only pickled weights, which can run code as they are read. If "
-                "you trust them, save them as safetensors (transformers: "
-                "model.save_pretrained(DIR))."
+                "you trust them, add safetensors to the folder (transformers: "
+                f"model.save_pretrained({str(self.origin)!r}))."
+            )
+        shards = sorted(self.origin.glob("model-*-of-*.safetensors"))
+        if not self.has(WEIGHTS_FILE) and shards:
+            raise CheckpointError(
+                f"{self.origin} has {shards[0].name}, but no {INDEX_FILE}, which lists all files "
+                f"of the weights. {RESTORE}"
             )
         return [self.origin / WEIGHTS_FILE]
 
@@ -259,6 +275,7 @@ def _is_archive(path: Path) -> bool:
     if start == _OLDER:
         return False
     if not start.startswith(_ARCHIVE):
+        refuse_pointer(path, error=CheckpointError)
         raise _no_torch_file(path)
     try:
         with zipfile.ZipFile(path) as archive:

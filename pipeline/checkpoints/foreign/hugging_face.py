@@ -12,7 +12,7 @@ The families share most of their configuration:
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.artifacts.manifest import InputRecord, raw_digest
 from pipeline.checkpoints.checkpoint import ModelSource
@@ -25,7 +25,11 @@ from pipeline.checkpoints.foreign.files import (
     refuse_quantized,
     refuse_unequal,
 )
-from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    GENERATION_FILE,
+    Generation,
+    folder_tokenizer,
+)
 from pipeline.checkpoints.foreign.tensor_names import (
     M2M100_TABLE,
     MBART50_TABLE,
@@ -57,23 +61,35 @@ def open_folder(path: Path) -> ModelSource:
     model_type = folder.read_object(CONFIG_FILE).get("model_type")
     match model_type:
         case "m2m_100":
-            config = folder.described(M2M100Config)
+            config = _read_config(folder, M2M100Config)
             model = model_config(path, config)
             return _open(folder, config, model, M2M100_TABLE, "M2M100Tokenizer")
         case "mbart":
-            mbart = folder.described(MBartConfig)
+            mbart = _read_config(folder, MBartConfig)
             model = model_config(path, mbart, positions="learned", embedding_norm=True)
             # Its decoder starts from end-of-sentence, which mBART-25's does not.
             source = _open(folder, mbart, model, MBART50_TABLE, "MBart50Tokenizer")
             refuse_final_bias(folder)
             return source
         case "nllb-moe":
-            moe = folder.described(NllbMoeConfig)
+            moe = _read_config(folder, NllbMoeConfig)
             model = moe_model_config(path, moe)
             scale = 1 - moe.moe_token_dropout
             return _open(folder, moe, model, NLLB_MOE_TABLE, "NllbTokenizer", scale)
     unknown = "no model_type" if model_type is None else f"the unknown model_type {model_type!r}"
     raise CheckpointError(f"{path / CONFIG_FILE} has {unknown}. Name a model of {FAMILIES}.")
+
+
+AnyConfig = TypeVar("AnyConfig", bound="M2M100Config")
+
+
+def _read_config(folder: ModelFolder, kind: type[AnyConfig]) -> AnyConfig:
+    """Read ``config.json``, with the start of translations that ``generate`` takes."""
+    config = folder.described(kind)
+    if not folder.has(GENERATION_FILE):
+        return config
+    start = folder.described(Generation, GENERATION_FILE).decoder_start_token_id
+    return config if start is None else config.model_copy(update={"decoder_start_token_id": start})
 
 
 def _open(
@@ -85,7 +101,7 @@ def _open(
     expert_output_scale: float = 1.0,
 ) -> ModelSource:
     """Open a folder of any family; ``usual_tokenizer`` applies if no file names a class."""
-    files, tag_scheme = folder_tokenizer(
+    files, tag_scheme, absent = folder_tokenizer(
         folder, usual_class=config.tokenizer_class or usual_tokenizer, size=config.vocab_size
     )
     tokenizer = files.build()
@@ -99,17 +115,23 @@ def _open(
         )
     spec = make_spec(
         model=model,
-        vocabulary_size=config.vocab_size,
+        vocabulary_size=config.vocab_size - len(absent),
         pad_id=config.pad_token_id,
         languages=tokenizer.languages,
         tag_scheme=tag_scheme,
     )
+    if not any(name.startswith("model.") for name in folder.tensors.names()):
+        table = table.renamed(("model.", ""))  # as M2M100Model saves what M2M100For… contains
     table = with_output(table, "lm_head.weight", tied=config.tie_word_embeddings)
     return ModelSource(
         spec=spec,
         tokenizer=files,
         tensors=ForeignTensors.through(
-            table, folder.tensors, spec=spec, expert_output_scale=expert_output_scale
+            table,
+            folder.tensors,
+            spec=spec,
+            expert_output_scale=expert_output_scale,
+            absent_rows=absent,
         ),
         record=raw_record(folder.origin, raw_digest(folder.origin)),
     )

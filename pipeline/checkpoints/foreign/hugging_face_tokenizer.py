@@ -23,11 +23,11 @@ softmax.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BeforeValidator, Field, ValidationError
@@ -165,16 +165,25 @@ class _SpecialTokens(Described):
     additional_special_tokens: tuple[Token, ...] = ()
 
 
-class _Generation(Described):
+class Generation(Described):
     """``generation_config.json``."""
 
+    decoder_start_token_id: int | None = None
     suppress_tokens: tuple[int, ...] | None = None
 
 
-def folder_tokenizer(
-    folder: ModelFolder, *, usual_class: str, size: int
-) -> tuple[TokenizerFiles, TagScheme]:
-    """Read the tokenizer of a folder, and where its model expects the language tokens.
+class FolderTokenizer(NamedTuple):
+    """The tokenizer of a folder, and how its model is to be read with it."""
+
+    files: TokenizerFiles
+    tag_scheme: TagScheme
+    """Where the model expects the language tokens."""
+    absent_rows: tuple[int, ...] = ()
+    """Rows of the folder's embedding that the tokenizer has no ids for."""
+
+
+def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> FolderTokenizer:
+    """Read the tokenizer of a folder.
 
     Args:
         folder: The folder of the model.
@@ -189,13 +198,14 @@ def folder_tokenizer(
     # A class …Fast has the same ids as the class without.
     match (config.tokenizer_class or "").removesuffix("Fast"):
         case "M2M100Tokenizer":
-            return _m2m100_tokenizer(folder, size=size), "src-tgt"
+            return _m2m100_tokenizer(folder, size=size)
         case "NllbTokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=NLLB_LANGUAGES)
-            return files, "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
+            is_suffix = config.legacy_behaviour
+            return FolderTokenizer(files, "src-suffix-tgt" if is_suffix else "src-tgt")
         case "MBart50Tokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=MBART50_LANGUAGES)
-            return files, "src-tgt"
+            return FolderTokenizer(files, "src-tgt")
         case "MBartTokenizer":
             raise CheckpointError(
                 f"{folder.origin} has the MBartTokenizer of mBART-25: its decoder starts from the "
@@ -228,23 +238,39 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
     return found.model_copy(update={"tokenizer_class": found.tokenizer_class or usual_class})
 
 
-def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:
+def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> FolderTokenizer:
     vocabulary = folder.read_object(VOCABULARY_FILE)
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
-    languages = {code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)}
-    absent: tuple[int, ...] = ()
-    if folder.has(GENERATION_FILE):  # an export suppresses the tokens of languages it lacks
-        absent = folder.described(_Generation, GENERATION_FILE).suppress_tokens or ()
-    return numbered(
+    first = len(vocabulary)
+    zeros = _suppressed_rows_of_zeros(folder)
+    absent = [index for index in range(first, first + len(M2M100_LANGUAGES)) if index in zeros]
+    present = [code for index, code in enumerate(M2M100_LANGUAGES, first) if index not in zeros]
+    files = numbered(
         folder.origin,
         model,
-        size=size,
+        size=size - len(absent),
         specials={name: vocabulary.get(piece) for name, piece in SPECIALS.items()},
         pieces=[vocabulary.get(piece) for piece in pieces],
-        languages=languages,
-        reserved=[code for code, index in languages.items() if index in absent],
+        languages={code: first + place for place, code in enumerate(present)},
     )
+    return FolderTokenizer(files, "src-tgt", tuple(absent))
+
+
+def _suppressed_rows_of_zeros(folder: ModelFolder) -> set[int]:
+    """Return the ids that an export has for languages that its model lacks.
+
+    ``generate`` leaves them out of the softmax, too. A suppressed language with another row is
+    known: somebody does not want it in translations.
+    """
+    if not folder.has(GENERATION_FILE):
+        return set()
+    suppressed = folder.described(Generation, GENERATION_FILE).suppress_tokens or ()
+    names = [name for name in folder.tensors.names() if name.endswith("shared.weight")]
+    if not suppressed or not names:
+        return set()
+    rows = dict(enumerate(torch.atleast_1d(folder.tensors.read(names[0]))))
+    return {index for index in suppressed if index in rows and not rows[index].any()}
 
 
 def _shifted_tokenizer(
@@ -323,15 +349,17 @@ def _language_tokens(
     """Return language token → id.
 
     The folder's files give the ids; without them, ids follow ``first_id`` in the order of the
-    folder's list, or of the published models.
+    folder's list, or of the published models. Before 4.34, transformers gave the ids of only those
+    listed tokens that a user had added.
     """
     given = _added_tokens(folder, config)
     found = {token: index for token, index in given.items() if _LANGUAGE.fullmatch(token)}
-    if found:
-        # Of two spellings of one code the first has it: files that sort ids as text change nothing.
-        return dict(sorted(found.items(), key=lambda entry: entry[1]))
     order = [token for token in _listed_tokens(folder, config) if _LANGUAGE.fullmatch(token)]
-    return {token: first_id + index for index, token in enumerate(order or published)}
+    if not found:
+        order = order or [*published]
+    ids = {token: first_id + index for index, token in enumerate(order)} | found
+    # Of two spellings of one code the first has it: files that sort ids as text change nothing.
+    return dict(sorted(ids.items(), key=lambda entry: entry[1]))
 
 
 def language_of_token(token: str) -> str | None:
@@ -350,7 +378,6 @@ def numbered(
     languages: Mapping[str, object],
     scheme: LanguageTokenScheme = "underscores",
     written: Mapping[str, str] | None = None,
-    reserved: Collection[str] = (),
 ) -> TokenizerFiles:
     """Return a SentencePiece model with the ids of other software.
 
@@ -363,26 +390,24 @@ def numbered(
         languages: The id of each language's token, by the spelling of the language there.
         scheme: How tokens of languages are spelled.
         written: Spelling of a language → its token, for tokens that are not spelled by ``scheme``.
-        reserved: Languages that have an id, but that the model lacks.
 
     Raises:
         CheckpointError: Ids are missing, collide or lie beyond ``size``.
     """
     codes = model_codes(languages)
     tokens = {codes[spelling]: index for spelling, index in languages.items()}
-    present = [spelling for spelling in languages if spelling not in reserved]
     try:
         numbering = Numbering.model_validate(
             {**specials, "size": size, "pieces": tuple(pieces), "language_tokens": tokens}
         )
         description = TokenizerDescription(
             kind="sentencepiece",
-            languages=tuple(sorted(codes[spelling] for spelling in present)),
+            languages=tuple(sorted(codes.values())),
             language_token_scheme=scheme,
             numbering=numbering,
             token_spellings={
                 codes[spelling]: written[spelling] if written else language_token(spelling, scheme)
-                for spelling in present
+                for spelling in languages
             },
         )
     except ValidationError as error:
@@ -514,8 +539,7 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     languages = sorted(description.languages, key=tokenizer.language_token_id)
     tokens = {code: description.language_token(code) for code in languages}
     language_ids = {code: tokenizer.language_token_id(code) for code in languages}
-    reserved = () if numbering is None else numbering.language_tokens.values()
-    used = {*specials, *language_ids.values(), *reserved, *(own for own, _ in known)}
+    used = {*specials, *language_ids.values(), *(own for own, _ in known)}
     pieces = {piece: own for own, piece in known}
     _refuse_clash(origin, pieces, [*SPECIALS.values(), *tokens.values()])
     lacking = (index for index, own in enumerate(ids) if own is None)

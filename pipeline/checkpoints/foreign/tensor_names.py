@@ -15,7 +15,7 @@ values. :class:`ForeignTensors` reads files by our names.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ _PLACEHOLDERS = {
     "{kind}": r"(?P<kind>weight|bias)",
 }
 NOTHING = "-"
+EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class ForeignTensors:
     """Our name → their names; the first is read, the others must hold the same values."""
     expert_output_scale: float = 1.0
     """Factor of the last linear layer of every expert."""
+    absent_rows: Sequence[int] = ()
+    """Rows of the embeddings to leave out."""
 
     @classmethod
     def through(
@@ -104,6 +107,7 @@ class ForeignTensors:
         *,
         spec: ModelSpec,
         expert_output_scale: float = 1.0,
+        absent_rows: Sequence[int] = (),
     ) -> "ForeignTensors":
         """Find all tensors of a model through a family's table.
 
@@ -119,7 +123,7 @@ class ForeignTensors:
             elif ours != NOTHING:
                 known[ours].append(name)
         names = {ours: tuple(theirs) for ours, theirs in known.items()}
-        tensors = cls(stored, names, expert_output_scale)
+        tensors = cls(stored, names, expert_output_scale, absent_rows)
         refuse_misfit(tensors, spec, unknown=unknown, called=lambda name: names[name][0])
         return tensors
 
@@ -134,7 +138,10 @@ class ForeignTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
-        return self.stored.shape(self.stored_names[name][0])
+        shape = self.stored.shape(self.stored_names[name][0])
+        if self.absent_rows and name in EMBEDDINGS:
+            return (shape[0] - len(self.absent_rows), *shape[1:])
+        return shape
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, and check that its values are finite.
@@ -147,11 +154,15 @@ class ForeignTensors:
         value = self.stored.read(first)
         value = refuse_not_finite(value, first, self.origin, fix="fetch this one again")
         for other in others:
-            if not torch.equal(value, self.stored.read(other)):
+            if not torch.equal(value, self.stored.read(other).to(value.dtype)):
                 raise CheckpointError(
                     f"{self.origin}: {first} and {other} are one tensor in this model, but their "
                     "values differ. Name a checkpoint that ties them."
                 )
+        if self.absent_rows and name in EMBEDDINGS:
+            is_kept = torch.ones(len(value), dtype=torch.bool)
+            is_kept[list(self.absent_rows)] = False
+            return value[is_kept]
         if self.expert_output_scale == 1 or not _is_expert_output(name):
             return value
         # in float32 or wider, to round only once

@@ -26,6 +26,7 @@ from pipeline.checkpoints.foreign.files import (
     StateDict,
     described_model,
     read_torch_file,
+    refuse_adapter,
     refuse_other,
     refuse_quantized,
 )
@@ -150,6 +151,12 @@ class Pretrained:
             CheckpointError: the folder has no XLM-R, or its files do not belong together.
         """
         self.origin = directory
+        refuse_adapter(directory)
+        if not (directory / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"{directory} is no folder with {CONFIG_FILE}. Name the folder of an XLM-R, as "
+                "Hugging Face's save_pretrained writes it."
+            )
         folder = ModelFolder(directory)
         config = _read_config(folder)
         settings: dict[str, object] = {
@@ -260,4 +267,4 @@ def _stored(folder: ModelFolder) -> Tensors:
     path = folder.origin / PICKLED[0]
     if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not path.is_file():
         return folder.tensors
-    return StateDict.checked(path, read_torch_file(path))
+    return StateDict.checked(path, read_torch_file(path, form="model.state_dict()"))

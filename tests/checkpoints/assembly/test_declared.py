@@ -17,7 +17,12 @@ from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly import writing
 from pipeline.checkpoints.assembly.rules import diversified
-from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    open_checkpoint,
+    read_spec,
+    read_tokenizer,
+)
 from pipeline.checkpoints.importing import open_model
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles
@@ -240,9 +245,13 @@ def test_bfloat16_rounds_every_tensor_once() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize("like", ["deu_Latn", "de-DE"])
-def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(like: str) -> None:
-    added = f'[languages]\ngsw = "{like}"\nlad = "fresh"\n'
+@pytest.mark.parametrize(
+    ("spelling", "like"), [("gsw", "deu_Latn"), ("gsw_Latn", "de-DE"), ("GSW", "de")]
+)
+def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(
+    spelling: str, like: str
+) -> None:
+    added = f'[languages]\n{spelling} = "{like}"\nlad = "fresh"\n'
     text = ALL_DENSE.format(source="m2m100", ratio=0.0) + added
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     made = open_artifact(Path("made"), kind="checkpoint")
@@ -309,6 +318,19 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
     assert not any(torch.equal(after[index], row) for index in (first, second) for row in before)
 
 
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1, "combine_weights": "probability"}, {"every": 1, "top_k": 3}]
+)
+def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]) -> None:
+    moe = MoEConfig(num_experts=4, **settings)
+    make_checkpoint(Path("moe"), tiny_model(byte_spec(moe=moe)))
+    text = ALL_DENSE.format(source="moe", ratio=0.1).replace("= 4\nevery = 2", "= 8")
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    spec = read_spec(open_checkpoint(Path("made")))
+    assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
+
+
 # ---------------------------------------------------------------- careless users
 
 
@@ -342,6 +364,10 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
+        (
+            ("[upcycling]", "[languages]\ngsw = 'de'\ngsw_Latn = 'de'\n[upcycling]"),
+            "names 'gsw' twice. Leave out 'gsw_Latn'.",
+        ),
         (("[upcycling]", "[languages]\ngsw = 'german'\n[upcycling]"), "Write 'de'."),
     ],
 )

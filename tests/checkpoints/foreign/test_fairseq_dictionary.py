@@ -26,8 +26,11 @@ def ordinary() -> list[str]:
     return [piece for piece in pieces_of(sentencepiece_model()) if piece not in SPECIALS]
 
 
-def test_ids_are_those_of_a_look_up_of_the_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mark", "end"), [("", "\n"), ("\ufeff", "\n"), ("\ufeff", "\r\n")])
+def test_ids_are_those_of_a_look_up_of_the_pieces(mark: str, end: str, tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path)
+    path = files.vocabulary.dictionary
+    path.write_bytes((mark + path.read_text("utf-8").replace("\n", end)).encode())
     tokenizer = files.vocabulary.tokenizer(size=files.size, style="underscores").build()
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     for text in TEXTS:

@@ -206,6 +206,28 @@ def test_the_file_of_a_rank_is_no_model(weights: Weights, files: Files, tmp_path
         open_foreign(tmp_path / "checkpoint_2-rank-1.pt", vocabulary=files.vocabulary)
 
 
+@pytest.mark.parametrize("form", ["args", "cfg"])
+def test_files_of_ranks_under_each_other_s_name_are_refused(
+    form: str, weights: Weights, files: Files, tmp_path: Path
+) -> None:
+    path = write_ranks(tmp_path, weights, settings(**MOE), ranks=2)
+    first, second = (tmp_path / f"checkpoint_2-rank-{rank}.pt" for rank in range(2))
+
+    def name_ranks(*ranks: int) -> None:
+        for file, rank in zip((first, second), ranks, strict=True):
+            state = torch.load(file, weights_only=False)
+            state["args"] = Namespace(distributed_rank=rank) if form == "args" else None
+            state["cfg"] = {"distributed_training": {"distributed_rank": rank}}
+            torch.save(state if form == "cfg" else {**state, "cfg": None}, file)
+
+    for ranks in ((0, 1), (0, 0)):  # files that one process wrote anew name its rank
+        name_ranks(*ranks)
+        open_foreign(path, vocabulary=files.vocabulary)
+    name_ranks(1, 0)
+    with pytest.raises(CheckpointError, match=r"rank-0\.pt was written by rank 1, as its settings"):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
 def test_the_record_has_files_of_all_ranks(weights: Weights, files: Files, tmp_path: Path) -> None:
     path = write_ranks(tmp_path, weights, settings(**MOE), ranks=2)
     before = open_foreign(path, vocabulary=files.vocabulary).record

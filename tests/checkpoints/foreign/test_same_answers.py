@@ -64,3 +64,15 @@ def test_a_source_is_encoded_with_its_tags_as_the_library_does(opened: Opened) -
         ours = [*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id]
         assert [*ours, *found.source_suffix] == opened.tokenizer(line)["input_ids"]
     assert found.decoder_prompt == (tokenizer.eos_id, opened.tag)
+
+
+@pytest.mark.parametrize("name", ["M2M-100", "NLLB-MoE", "mBART-50"])
+def test_the_inner_model_without_its_head_is_read_as_the_whole(name: str, tmp_path: Path) -> None:
+    """As M2M100Model and its like save themselves: names without ``model.``, and no lm_head."""
+    peer = FAMILIES[name].make(tmp_path)
+    whole = open_foreign(tmp_path).tensors
+    values = {name: whole.read(name) for name in whole.names()}
+    peer.model.save_pretrained(tmp_path)
+    inner = open_foreign(tmp_path).tensors
+    assert inner.names() == [*values]
+    assert all(torch.equal(inner.read(name), value) for name, value in values.items())

@@ -228,11 +228,31 @@ def test_ids_of_languages_are_read_from_the_file_that_has_them(
     model = sentencepiece_model()
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
     (tmp_path / name).write_text(json.dumps(content))
-    files, _ = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    numbering = found.files.description.numbering
     first = len(pieces_of(model)) + 1
     tokens = {code: first + offset for code, offset in (offsets or {}).items()}
-    assert files.description.numbering is not None
-    assert files.description.numbering.language_tokens == (tokens or {"de": 70})
+    assert numbering is not None
+    assert numbering.language_tokens == (tokens or {"de": 70})
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("offset", [202, 203])
+def test_a_language_that_was_added_leaves_the_others_that_only_a_list_has(
+    name: str, offset: int, tmp_path: Path
+) -> None:
+    model = sentencepiece_model()
+    first = len(pieces_of(model)) + 1
+    (tmp_path / VOCABULARY_FILE).write_bytes(model)
+    listed = {"additional_special_tokens": [*NLLB_LANGUAGES, "gsw_Latn"]}
+    (tmp_path / name).write_text(json.dumps(listed))
+    added = {"<mask>": first + 405 - offset, "gsw_Latn": first + offset}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    tokenizer = found.files.build()
+    assert len(tokenizer.languages) == 203
+    assert tokenizer.language_token_id("gsw") == first + offset
+    assert tokenizer.language_token_id("zu") == first + 201
 
 
 def test_a_folder_that_lists_no_languages_has_the_published_ones(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ from transformers import (
     NllbTokenizer,
 )
 
-from pipeline.checkpoints.importing import import_checkpoint, open_foreign
+from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign, open_model
 from pipeline.cli import main
 from pipeline.config.settings import shown
-from pipeline.errors import CheckpointError
+from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model.settings import MoEConfig
 
 WEIGHTS = "model.safetensors"
@@ -65,6 +66,17 @@ def test_a_file_of_a_folder_is_answered_with_the_folder(folder: Path) -> None:
 def test_a_checkpoint_of_ours_needs_no_import(moe: MoEConfig | None, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "ours", tiny_model(byte_spec(moe=moe)))
     assert "is a checkpoint of mmnmt, which needs no import" in refusal(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("content", ['{"name": "app", "icons": []}', "none"])
+def test_a_manifest_of_other_software_in_a_folder_is_passed_over(
+    content: str, folder: Path
+) -> None:
+    expected = open_model(folder).spec
+    (folder / "manifest.json").write_text(content)
+    assert open_model(folder).spec == expected
+    with pytest.raises(ArtifactError, match="is a model of other software"):
+        open_checkpoint(folder)
 
 
 def refusal(folder: Path) -> str:
@@ -150,6 +162,20 @@ def test_a_tied_embedding_saved_once_or_again_under_any_of_its_names_is_one_tens
     assert "their values differ" in said
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_copies_of_a_tied_embedding_may_have_another_type(dtype: torch.dtype, folder: Path) -> None:
+    def save_head(values: Tensor) -> None:
+        edit_tensors(folder, lambda every: every.update({"lm_head.weight": values.to(dtype)}))
+
+    shared = "model.shared.weight"
+    edit_tensors(folder, lambda every: every.update({shared: every[shared].half().float()}))
+    value = load_file(folder / WEIGHTS)[shared]
+    save_head(value)
+    assert torch.equal(open_foreign(folder).tensors.read("embedding.weight"), value)
+    save_head(value + 1)
+    assert "their values differ" in refusal(folder)
+
+
 def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path) -> None:
     peer = nllb_folder(tmp_path / "sharded")
     (tmp_path / "sharded" / WEIGHTS).unlink()
@@ -159,6 +185,16 @@ def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path)
     assert one.names() == several.names()
     for name in one.names():
         assert torch.equal(one.read(name), several.read(name)), name
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_parts_without_their_index_are_named(kept: int, folder: Path) -> None:
+    whole = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    for number in range(kept):
+        save_file({NORM: whole[NORM]}, folder / f"model-0000{number + 1}-of-00003.safetensors")
+    said = refusal(folder)
+    assert f"has model-00001-of-00003.safetensors, but no {INDEX}, which lists all files" in said
 
 
 def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
@@ -204,7 +240,7 @@ def test_missing_and_pickled_weights_are_refused_with_a_way_out(folder: Path) ->
     (folder / INDEX).unlink()
     said = refusal(folder)
     assert "has only pickled weights" in said
-    assert "model.save_pretrained(DIR)" in said
+    assert said.endswith(f"(transformers: model.save_pretrained({str(folder)!r})).")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +312,20 @@ def test_an_adapter_beside_or_without_its_model_is_refused(lacks_model: bool, fo
 def test_a_configuration_that_is_not_this_model_s_is_refused_by_what_it_says(
     changes: dict[str, Any], said: str, folder: Path
 ) -> None:
+    (folder / "generation_config.json").unlink()  # it would contradict some of the changes
     edit_json(folder / "config.json", **changes)
     assert said in refusal(folder)
+
+
+def test_the_start_of_translations_is_what_generate_takes(folder: Path, tmp_path: Path) -> None:
+    edit_json(folder / "generation_config.json", decoder_start_token_id=0)
+    assert "decoder_start_token_id = 0; only 2 is supported" in refusal(folder)
+    mbart50_folder(tmp_path / "mbart")
+    edit_json(tmp_path / "mbart" / "config.json", decoder_start_token_id=None)
+    edit_json(tmp_path / "mbart" / "generation_config.json", decoder_start_token_id=None)
+    assert "decoder_start_token_id = None; only 2" in refusal(tmp_path / "mbart")
+    edit_json(tmp_path / "mbart" / "generation_config.json", decoder_start_token_id=2)
+    open_foreign(tmp_path / "mbart")
 
 
 def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
@@ -417,6 +465,7 @@ def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
         "eos_token_id = (1, 2) in its model's configuration, but its tokenizer has (1, 0)" in said
     )
     edit_json(folder / "config.json", eos_token_id=0, bos_token_id=2, decoder_start_token_id=0)
+    edit_json(folder / "generation_config.json", decoder_start_token_id=0)
     ours = open_foreign(folder).tokenizer.build()
     specials = [ours.bos_id, ours.pad_id, ours.eos_id, ours.unk_id]
     assert specials == theirs.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"])
