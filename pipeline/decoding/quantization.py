@@ -25,6 +25,7 @@ from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.moe.experts import Experts, StackedLinear
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.transformer import Transformer
 
 LARGEST, MIDDLE = 63, 64
@@ -117,9 +118,11 @@ def quantize(model: Transformer) -> None:
             'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
             'Set "float32" or "bfloat16".'
         )
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    of_routers = {id(module) for layer in layers for module in layer.router.modules()}
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, Linear):
+            if type(child) is Linear and id(child) not in of_routers:  # no language module
                 setattr(module, name, QuantizedLinear(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))
