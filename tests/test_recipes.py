@@ -431,6 +431,20 @@ def test_languages_get_the_group_of_the_artifact_in_their_order() -> None:
     assert groups_of_languages(token_router, languages=LANGUAGES, groups=None) is None
 
 
+@pytest.mark.parametrize("languages", [LANGUAGES, LANGUAGES[1:]])
+def test_a_router_of_ones_own_can_have_groups(
+    languages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.model.settings.GROUP_ROUTERS", ("token",))
+    model = load_recipe("demo_moe").model
+    groups = {"ja": 1, "de": 0, "en": 0}
+    found = groups_of_languages(model, languages=languages, groups=groups)
+    assert found == tuple(groups[code] for code in languages)
+    assert "Name one (--groups" in refusal(
+        lambda: groups_of_languages(model, languages=languages, groups=None)
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "groups", "reason"),
     [

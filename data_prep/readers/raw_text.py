@@ -383,6 +383,7 @@ def pair_up(
     """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:
+        ConfigError: No pair that was found is wanted.
         DataError: No file has a pair.
     """
     spellings = {spelling for file in files for spelling in file.spellings}

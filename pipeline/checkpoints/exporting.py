@@ -177,6 +177,9 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
         ConfigError: The model has groups and none is chosen, or it has no such group.
     """
     spec, choice = source.spec, export.target_group
+    moe = spec.model.moe
+    if moe is not None and moe.needs_groups and moe.decoder_router != "language_group":
+        return source, spec.languages  # refused by its router, which is no token router
     if choice is None:
         if spec.language_groups is not None:
             raise ConfigError(
@@ -186,8 +189,8 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
             )
         return source, spec.languages
     group = chosen_group(source.origin, spec, choice)
-    assert spec.model.moe is not None
-    moe = spec.model.moe.model_copy(update={"decoder_router": "token", "num_groups": None})
+    assert moe is not None
+    moe = moe.model_copy(update={"decoder_router": "token", "num_groups": None})
     model = spec.model.model_copy(update={"moe": moe})
     reduced = spec.model_copy(update={"model": model, "language_groups": None})
     group_weights = tensor_shapes(spec).keys() - tensor_shapes(reduced).keys()

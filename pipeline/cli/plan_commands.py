@@ -220,7 +220,7 @@ def _model_sizes(
     """
     moe, modules = recipe.model.moe, recipe.model.language_modules
     languages = modules.languages if modules is not None else None
-    routes = moe is not None and moe.decoder_router == "language_group"
+    routes = moe is not None and moe.needs_groups
     sizes = {
         "groups": (routes, moe.num_groups if moe is not None else None, 0),
         # A user's router may have a tensor per language as well.

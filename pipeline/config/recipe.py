@@ -65,6 +65,7 @@ from pipeline.training.settings import (
     OptimizerConfig,
     SavingConfig,
     TrainingConfig,
+    passes_of,
 )
 
 _Section = TypeVar("_Section", bound=Settings)
@@ -177,7 +178,7 @@ class CoreRecipe(Settings):
                 "loss.objective is fuse_distillation, which wants a model of two routes. Set "
                 "model.language_modules.shared to true, of kind low_rank or language_experts"
             )
-        if self.loss.objective != "fuse_distillation" and has_shared:
+        if passes_of(self.loss.objective) == 1 and has_shared:  # a loss of one's own may have two
             raise ValueError(
                 "model.language_modules.shared is true, and the shared module would learn nothing. "
                 'Set it to false, or loss.objective to "fuse_distillation"'

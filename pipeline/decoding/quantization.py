@@ -31,6 +31,7 @@ from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.moe.experts import Experts, StackedLinear
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.transformer import Transformer
 
 LARGEST, MIDDLE = 63, 64
@@ -157,9 +158,11 @@ def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
         )
     has_amx = torch.cpu._is_amx_tile_supported()
     made = partial(QuantizedLinear, for_single_rows=for_single_rows and not has_amx)
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    of_routers = {id(module) for layer in layers for module in layer.router.modules()}
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, Linear):
+            if type(child) is Linear and id(child) not in of_routers:  # no language module
                 setattr(module, name, made(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))

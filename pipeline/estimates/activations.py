@@ -9,7 +9,8 @@ R routes; e bytes of a value in the model's dtype.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
+from pipeline.config.settings import one_line
+from pipeline.errors import ConfigError
 from pipeline.kernels.products import GROUPED_CAPABILITY, meta_stands_for
 from pipeline.model.attention import Attention
 from pipeline.model.building import shape_of_model
@@ -106,7 +109,7 @@ def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int)
         case FeedForward() if isinstance(module.up, nn.Linear):
             return "feed-forward", _feed_forward_bytes(module, batch)
         case MixtureOfExperts():
-            return "experts", _moe_bytes(module, batch)
+            return "experts", _moe_bytes(module, batch) + _added_bytes(module, batch)
         case _:
             inside = _saved_bytes(module, _through_feed_forward, batch, width=width)
             return "feed-forward", 2 * batch.value * batch.tokens * width + inside
@@ -158,6 +161,13 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
     return hidden + rows + ends + router
 
 
+def _added_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
+    """Return the inputs of the linear layers that a subclass adds, for example a shared expert."""
+    known = {id(one) for part in (module.router, module.experts) for one in part.modules()}
+    added = (one for one in module.modules() if isinstance(one, nn.Linear) and id(one) not in known)
+    return batch.tokens * batch.value * sum(one.in_features for one in added)
+
+
 def _routes(moe: MoEConfig, tokens: int) -> int:
     """Return R, the number of routes: top_k per token, limited by the experts' capacity."""
     if moe.dispatch == "dropless":
@@ -199,9 +209,11 @@ def _saved_bytes(
     meta = torch.device("meta")
     capability = GROUPED_CAPABILITY if batch.device == "cuda" else None
     module = copy.deepcopy(module).to(batch.dtype).to(meta)
-    packing = Packing.from_lengths([batch.length] * max(batch.tokens // batch.length, 1)).to(meta)
+    lengths = [batch.length] * max(batch.tokens // batch.length, 1)
+    packing = Packing.from_lengths(lengths).keyed(0).to(meta)
     language_B = torch.zeros(packing.batch, dtype=torch.int64, device=meta)
-    tokens = Tokens(packing.sentence_N, packing.position_N, language_B, language_B, language_B)
+    places = packing.sentence_N, packing.position_N
+    tokens = Tokens(*places, language_B, language_B, language_B, noise=packing.noise)
     count = len(packing.index_N)
     x_ND = torch.empty(count, width, dtype=batch.dtype, device=meta, requires_grad=True)
     own = [StorageWeakRef(value.untyped_storage()) for value in (x_ND, *module.parameters())]
@@ -214,7 +226,22 @@ def _saved_bytes(
         return tensor
 
     saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with meta_stands_for(capability), saved:
+    with meta_stands_for(capability), saved, telling_what_fails(type(module).__name__):
         output = run(module, x_ND, packing, tokens)
     assert output.shape == x_ND.shape, "one state per token"
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@contextmanager
+def telling_what_fails(what: str) -> Iterator[None]:
+    """Raise ConfigError where a module of a user's own fails on the meta device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"{what} cannot be estimated, since it fails with tensors that have shapes but no "
+            f"values ({one_line(error)}). Let it need none, and make its tensors on the device of "
+            "its input; to train, micro_batches_per_pass in the ds_config is enough."
+        ) from error

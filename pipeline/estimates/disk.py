@@ -61,7 +61,7 @@ def sizes(recipe: Recipe) -> dict[str, int]:
     """Return sizes that the data decides, as far as the recipe tells, else their least."""
     moe, modules = recipe.model.moe, recipe.model.language_modules
     groups = 0
-    if moe is not None and moe.decoder_router == "language_group":
+    if moe is not None and moe.needs_groups:
         groups = moe.num_groups or 2
     languages = 1 if modules is None or modules.languages is None else len(modules.languages)
     return {

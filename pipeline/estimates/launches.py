@@ -32,6 +32,7 @@ from pipeline.decoding.beam_search import Search
 from pipeline.decoding.grid_search import Grid, grid_shape, suits_grids
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import weight_dtype
+from pipeline.estimates.activations import telling_what_fails
 from pipeline.kernels.launching import launches_counted_by
 from pipeline.kernels.pointwise import shared_ones
 from pipeline.kernels.slot_products import copied_to
@@ -361,7 +362,7 @@ def count_training(
         batch = batch.shared([end - start for start, end in pairwise(bounds)])
     batch = batch.keyed(*range(per_pass)).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
-    with LaunchCounter(host_number=even) as counter:
+    with telling_what_fails("A pass of training"), LaunchCounter(host_number=even) as counter:
         training_loss(model, batch, recipe.loss).objective.backward()
     return replace(counter.counted, exchanged=tuple(exchange.sent if exchange else ()))
 
@@ -409,7 +410,8 @@ def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
     both = [Source([0] * (SENTENCE_LENGTH - index), PROMPT, 0, 0) for index in range(2)]
     sources = [both[index % 2] for index in range(sentences)]
     even = _routes_per_expert(recipe.model, sentences * beams)
-    with torch.no_grad():  # inference mode would record composite operators, not their parts
+    # Inference mode would record composite operators, not their parts.
+    with telling_what_fails("A step of decoding"), torch.no_grad():
         with LaunchCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
             search.step()

@@ -41,6 +41,7 @@ from pipeline.model.sublayer import Regularization
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
 from pipeline.training.optim import has_flat_gradients
+from pipeline.training.settings import passes_of
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]
@@ -133,8 +134,8 @@ def estimate(
         embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    passes = 2 if recipe.loss.objective == "fuse_distillation" else 1  # before the backward pass
-    kept = passes * sum(activation_bytes(model, batch).values())
+    # All passes of a loss come before its backward pass.
+    kept = passes_of(recipe.loss.objective) * sum(activation_bytes(model, batch).values())
     moments = _working_blocks(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
     working = max(map(sum, moments))
     phases: dict[Phase, Parts] = {
@@ -432,8 +433,9 @@ def _working_blocks(
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
     chunk = (3 if batch.value < FLOAT32 else 2) * rows * FLOAT32 * outputs
     loss = [matrix, logits, chunk]  # the gradient overwrites the logits
-    if recipe.loss.objective == "fuse_distillation":  # twice, and the gradients of the divergence
-        loss += [*loss, *(4 if recipe.loss.distillation == "symmetric" else 3) * [logits]]
+    loss *= passes_of(recipe.loss.objective)
+    if recipe.loss.objective == "fuse_distillation":  # and the gradients of the divergence
+        loss += (4 if recipe.loss.distillation == "symmetric" else 3) * [logits]
     return [
         loss,
         (2 if pads else 1) * [logits] + [embedding, 2 * matrix],

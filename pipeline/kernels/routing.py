@@ -194,6 +194,8 @@ def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: MicroBatches
     be another one: it is a product of means.
     """
     num_tokens, num_experts = probability_NE.shape
+    if shares is not None:  # means are float32, of a router in any precision
+        probability_NE = probability_NE.float()
     # The shares of first choices have no gradient: the loss changes probabilities only.
     is_first_NE = torch.zeros_like(probability_NE).scatter_(1, expert_NC[:, :1], 1.0)
     if shares is None:

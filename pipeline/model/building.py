@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
@@ -22,6 +23,7 @@ from pipeline.model.settings import DenseConfig, ModelConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec, Side
 from pipeline.model.sublayer import FeedForward, Regularization, built
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Stack, Transformer
+from pipeline.terminal import counted
 
 
 def make_transformer(
@@ -194,12 +196,32 @@ def _refuse_what_is_not_stored(model: nn.Module) -> None:
             raise ConfigError(f"{name} is a parameter without dimensions. Give it the shape (1,).")
     own = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     for prefix, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p:
+            raise ConfigError(
+                f"{prefix} is a {type(module).__name__}, whose numbers differ between ranks, in a "
+                "resumed run, and where a layer is recomputed. Use dropout_in and dropped of "
+                "pipeline.kernels."
+            )
+        if isinstance(module, StackedModules):
+            _refuse_other_slots(prefix, module)
         for name, value in {**vars(module), **module._buffers}.items():
             if isinstance(value, Tensor) and id(value) not in own:
                 raise ConfigError(
                     f"{prefix}.{name} is a tensor outside of the parameters, which checkpoints "
                     "lack. Make it a parameter, with requires_grad=False if it is constant."
                 )
+
+
+def _refuse_other_slots(prefix: str, stack: StackedModules) -> None:
+    """Refuse parameters whose first dimension is not over the slots: only these are stored."""
+    held = len(stack.held_slots)
+    for name, parameter in stack.named_parameters():
+        if len(parameter) < held or (len(parameter) > held and not stack.is_spread):
+            raise ConfigError(
+                f"{prefix}.{name} has the shape {tuple(parameter.shape)}, and its first dimension "
+                f"is over the {counted(held, 'slot')} of {type(stack).__name__}. Let it have as "
+                "many rows."
+            )
 
 
 def allocate(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:

@@ -26,6 +26,7 @@ from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.seeds import named_generator
+from pipeline.terminal import counted
 
 
 @runtime_checkable
@@ -149,9 +150,18 @@ def select_experts(router: Tensor, experts: Sequence[int], shape: Sequence[int])
 
     A router may have any tensors, for example a bias (E,) or preferences (languages, E): the
     dimension of the experts is the one that differs from the shape of the result.
+
+    Raises:
+        ConfigError: Its size is not the number of experts, but depends on it.
     """
     for dimension, (before, after) in enumerate(zip(router.shape, shape, strict=True)):
         if before != after:
+            if after != len(experts):
+                raise ConfigError(
+                    f"A router has a tensor {tuple(router.shape)}, of which it is not known what "
+                    f"{counted(len(experts), 'expert')} keep. Let a dimension over experts have "
+                    "one row for each."
+                )
             router = router.index_select(dimension, torch.tensor(experts))
     return router
 

@@ -20,6 +20,8 @@ from pipeline.extensions.installed import INSTALLED
 
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
+GROUP_ROUTERS: tuple[DecoderRouter, ...] = ("language_group",)
+"""Routers that need the language groups of a groups artifact."""
 Activation = Literal["relu", "gelu"]
 CapacityFactor = Annotated[float, number(above=0, most=1000)]
 MAX_POSITION_VALUES = 2**30
@@ -48,6 +50,11 @@ class MoEConfig(Settings):
     """Assign slots by descending top probability; otherwise by position."""
     evaluation_capacity_factor: CapacityFactor | None = None
     """Capacity factor of evaluation and decoding. None drops no route."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Return whether the decoder's router needs language groups."""
+        return self.decoder_router in GROUP_ROUTERS
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -73,8 +73,10 @@ class ModelSpec(Settings):
         for variant in self.model.variants:
             variant.check_languages(self.languages)
         groups, moe = self.language_groups, self.model.moe
-        if groups is None and moe is not None and moe.decoder_router == "language_group":
-            raise ValueError("decoder_router is language_group, but there are no language_groups")
+        if groups is None and moe is not None and moe.needs_groups:
+            raise ValueError(
+                f"decoder_router is {moe.decoder_router}, but there are no language_groups"
+            )
         if groups is not None and (
             len(groups) != len(self.languages) or set(groups) != set(range(len(set(groups))))
         ):
@@ -162,7 +164,7 @@ def groups_of_languages(
     Raises:
         ConfigError: groups are needed but missing, fewer than two, or without one of the languages.
     """
-    if model.moe is None or model.moe.decoder_router != "language_group":
+    if model.moe is None or not model.moe.needs_groups:
         return None
     if groups is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, no_such
 from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.pointwise import JointParameters, dropped, joins_parameters
@@ -421,7 +421,9 @@ class Transformer(Trained):
         route: Route = "specific",
         progress: float = 0.0,
     ) -> Tokens:
-        """Return the metadata of the real tokens of a packing."""
+        """Return the metadata of the real tokens of a packing; ConfigError for no such route."""
+        if route not in get_args(Route):
+            raise no_such("There is no route", str(route), get_args(Route))
         return Tokens(
             sentence_N=packing.sentence_N,
             position_N=packing.position_N,

@@ -391,11 +391,12 @@ class Engine:
         ranks = self.world.size if self._flat is None else 1  # see _backward
         scale = self._zero.loss_scale * ranks / total_labels
         parameters = trainable(self.model)
-        gradients = torch.autograd.grad(terms.objective * scale, parameters)
+        gradients = torch.autograd.grad(terms.objective * scale, parameters, allow_unused=True)
         is_finite = {True: bool(terms.objective.isfinite()), False: True}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             is_own = getattr(parameter, "allreduce", True)
-            is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
+            if gradient is not None:
+                is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
         advance()
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
@@ -471,10 +472,11 @@ class Engine:
                 if isinstance(values, Tensor) and values.shape == flat.shape:
                     share = values[piece.flat].to("cpu", copy=copied)
                     yield Piece(what, entry.name, piece.start, share)
-        if self.world.rank == 0:
-            for entry in named_slices(self.model):
-                if not entry.parameter.requires_grad:
-                    yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
+        for entry in named_slices(self.model):
+            # Ranks of the first copy of the experts hold different ones.
+            holders = 1 if entry.expert is None else self.model.expert_parallel_size
+            if not entry.parameter.requires_grad and self.world.rank < holders:
+                yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
 
     def load_optimizer_pieces(self, state: Fills, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""

@@ -395,10 +395,12 @@ class Updater:
             if self._tries
             else "training.skip_nonfinite_after leaves out micro-batches that cause it"
         )
+        # The learning rate has changed nothing before the first update.
+        own = "at a router, loss or module of your own"
+        fix = f"Look {own}" if update == 1 else f"Lower optimizer.learning_rate, look {own}"
         return CheckpointError(
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
-            f"last state. Lower optimizer.learning_rate, look at that update's data ({finding}) or "
-            "at a router, loss or module of your own."
+            f"last state. {fix}, or at that update's data ({finding})."
         )
 
 

@@ -115,13 +115,14 @@ class Validation:
         # columns: labels, cross entropy of the specific route, cross entropy of the shared route
         sums = torch.zeros(len(directions), 3, dtype=torch.float64)
         counter = RoutingCounter(spec)
+        shared: Tensor | None = None
         for batch_plan, row in self._share(plan, directions):
             before_batch()
             terms = self._engine.evaluate(data.valid.batch(batch_plan))
+            shared = terms.shared_cross_entropy
             if row is None:
                 continue
             counter.add(terms.routing, language=spec.languages.index(directions[row].target))
-            shared = terms.shared_cross_entropy
             sums[row] += torch.tensor(
                 [
                     float(batch_plan.num_labels),
@@ -132,8 +133,7 @@ class Validation:
             )
         all_sum(sums)
         all_sum(counter.sums)
-        trains_both = self._recipe.loss.objective == "fuse_distillation"
-        routes: tuple[Route, ...] = ("specific", "shared") if trains_both else ("specific",)
+        routes: tuple[Route, ...] = ("specific",) if shared is None else ("specific", "shared")
         losses: dict[Route, dict[Direction, tuple[float, int]]] = {
             route: {
                 direction: (float(sums[row, column]), int(sums[row, 0]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.searched_models import Kind, model_of, translate
-from support.tiny_models import EOS_ID, random_examples
+from support.tiny_models import EOS_ID, random_examples, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.batching.batch import collate
@@ -16,6 +16,7 @@ from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.products import Linear
 from pipeline.model.building import shape_of_model
 from pipeline.model.moe.experts import Experts, StackedLinear
+from pipeline.model.moe.layer import MixtureOfExperts
 
 
 def by_integers(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -144,3 +145,29 @@ def test_a_model_elsewhere_than_on_the_cpu_is_refused() -> None:
     model.group_of_language = model.group_of_language.to("meta")
     with pytest.raises(ConfigError, match="is for translating on CPU"):
         quantize(model)
+
+
+class OwnRouter(nn.Module):
+    """A router of two linear layers."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.up, self.down = Linear(width, 8), Linear(8, experts)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_layer_of_a_router_is_in_8_bits(whole: bool) -> None:
+    model = model_of("moe")
+    layer = next(one for one in model.modules() if isinstance(one, MixtureOfExperts))
+    layer.router = OwnRouter(16, 4) if whole else Linear(16, 4)
+    quantize(model)
+    assert not any(isinstance(one, QuantizedLinear) for one in layer.router.modules())
+
+
+@pytest.mark.parametrize("tables", ["per_side", "per_sublayer"])
+def test_no_gate_of_language_modules_is_in_8_bits(tables: str) -> None:
+    model = tiny_model(tiny_spec(model={"language_modules": {"kind": "clsr", "tables": tables}}))
+    quantize(model)
+    found = {name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
+    assert not any("_routing" in name for name in found)
+    assert "decoder.layers.0.self_attention.query" in found

@@ -1,5 +1,6 @@
 """Launches on a GPU, counted on the meta device: budgets, and that counts are right."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_recipes import small_recipe
-from support.tiny_models import EVERYWHERE
+from support.tiny_models import EVERYWHERE, tiny_spec
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.errors import ConfigError
 from pipeline.estimates.devices import DEVICES
 from pipeline.estimates.launches import (
     META,
@@ -23,6 +25,8 @@ from pipeline.kernels.attention import Spans, attend_packed
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.products import meta_stands_for
 from pipeline.kernels.slot_products import copied_to
+from pipeline.model.sublayer import FeedForward
+from pipeline.model.tokens import Tokens
 
 MOE = {"num_experts": 4, "every": 2}
 CAPACITY = {**MOE, "dispatch": "capacity", "batch_prioritized": True}
@@ -406,3 +410,26 @@ def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(
     assert len(found.launches) <= most[device]
     assert len(found.host_waits) == WAITS.get((kind, device), 0)
     assert found.kinds == others.kinds
+
+
+@pytest.mark.parametrize("fails", [lambda x_ND: x_ND.bincount(), lambda x_ND: x_ND + on_host(1)])
+def test_a_module_of_ones_own_that_fails_without_values_is_told(
+    fails: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = FeedForward.forward
+
+    def failing(self: FeedForward, x_ND: Tensor, tokens: Tokens) -> Any:
+        fails(x_ND[:, 0].long())
+        return forward(self, x_ND, tokens)
+
+    monkeypatch.setattr(FeedForward, "forward", failing)
+    recipe = Recipe(name="test", model=tiny_spec().model)
+    sizes = {"vocabulary_size": 40, "num_groups": 0, "num_languages": 1}
+    with pytest.raises(ConfigError, match=r"^A pass of training cannot be estimated"):
+        count_training(recipe, **sizes)
+    with pytest.raises(ConfigError, match=r"^A step of decoding cannot be estimated"):
+        count_decoding_step(recipe, **sizes)
+
+
+def on_host(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.int64)

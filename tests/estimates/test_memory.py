@@ -19,7 +19,7 @@ from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.tiny_models import EVERYWHERE, random_batch, tiny_spec
 from support.tiny_training import Inputs, make_inputs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,12 +38,17 @@ from pipeline.estimates.memory import (
     worst_micro_batch,
 )
 from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.noise import dropout_in
+from pipeline.kernels.pointwise import dropped
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model, shape_of_model
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import Regularization
+from pipeline.model.sublayer import FeedForward, Regularization
+from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Output, Transformer
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
@@ -160,6 +165,29 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
     spec: ModelSpec, rates: Regularization, dtype: torch.dtype
 ) -> None:
     assert_is_kept(spec, full_batch(spec), dtype, rates=rates)
+
+
+class WithSharedExpert(MixtureOfExperts):
+    """Experts, and a feed-forward for all tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.shared = FeedForward(width=64, hidden_width=256, activation="relu")
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord]:
+        y_ND, record = super().forward(x_ND, tokens)
+        shared = self.shared(x_ND, tokens)
+        assert isinstance(shared, Tensor)
+        return y_ND + shared, record
+
+
+@DTYPES
+def test_a_layer_of_ones_own_keeps_what_it_adds_to_experts(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.model.moe.layer.MixtureOfExperts", WithSharedExpert)
+    spec = wide_spec(moe=MoEConfig(num_experts=8, every=1))
+    assert_is_kept(spec, full_batch(spec), dtype)
 
 
 @pytest.mark.parametrize(
@@ -521,3 +549,63 @@ def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     assert found.device_bytes / 2**30 == pytest.approx(max(peaks.values()), rel=0.15)
     if WARM in peaks:
         assert max(peaks.values()) - peaks[WARM] < 0.009
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_a_loss_of_ones_own_keeps_the_activations_of_all_its_passes(
+    passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tiny_spec().model)
+
+    def activations() -> int:
+        return estimate(
+            recipe, processes=1, ds_config=FP32, vocabulary_size=VOCABULARY, num_groups=0
+        ).phases["backward"]["activations"]
+
+    once = activations()
+    monkeypatch.setattr("pipeline.estimates.memory.passes_of", lambda _: passes)
+    assert activations() == passes * once
+
+
+class OwnFeedForward(nn.Module):
+    """A feed-forward with noise of its own, which keeps twice its hidden states."""
+
+    def __init__(self, width: int, *, reads: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.site, self.reads = 0, reads
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Tensor:
+        dropout = dropout_in(self, tokens.noise, site=self.site, rate=0.1)
+        self.reads(hidden_NF := dropped(self.up(x_ND), dropout))
+        found: Tensor = self.down(hidden_NF)
+        return found
+
+
+def bytes_of_own(device: Device, reads: Callable[[Tensor], object]) -> int:
+    spec = wide_spec()
+    model = shape_of_model(spec)
+    model.encoder.layers[0].feed_forward = OwnFeedForward(64, reads=reads).to(META)
+    shape = MicroBatchShape(TOKENS, LENGTH, 4, device, NO_DROPOUT)
+    return activation_bytes(model, shape)["feed-forward"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_feed_forward_with_noise_of_its_own_is_estimated(device: Device) -> None:
+    plain = activation_bytes(
+        shape_of_model(wide_spec()), MicroBatchShape(TOKENS, LENGTH, 4, device, NO_DROPOUT)
+    )
+    assert bytes_of_own(device, reads=len) >= plain["feed-forward"]
+
+
+@pytest.mark.parametrize(
+    "read", [Tensor.nonzero, Tensor.tolist, Tensor.sum, lambda x: x.sum().item()]
+)
+def test_a_feed_forward_that_reads_values_is_told_what_to_do(
+    read: Callable[[Tensor], object],
+) -> None:
+    if read is Tensor.sum:
+        assert bytes_of_own("cpu", reads=read) > 0
+        return
+    with pytest.raises(ConfigError, match=r"^OwnFeedForward cannot.*micro_batches_per_pass"):
+        bytes_of_own("cpu", reads=read)

@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 from pipeline.errors import ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.parameters import initialize, initialize_weights, named_slices, tensor_shapes
+from pipeline.model.parameters import (
+    initialize,
+    initialize_weights,
+    named_slices,
+    select_experts,
+    tensor_shapes,
+)
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -201,3 +207,15 @@ def test_an_initial_value_that_is_none_is_named(made: object) -> None:
     told = r"of Module returned no tensor of finite numbers .* \(16,\) for front\.factor"
     with pytest.raises(ConfigError, match=told):
         initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1, owner=owner)
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (5, 2)])
+def test_a_routers_tensor_of_another_number_than_its_experts_is_refused(
+    shape: tuple[int, int],
+) -> None:
+    """Of two rows for each of four experts, or one more than these, three of them keep some."""
+    kept, wanted = (0, 2, 3), (6, 3) if shape == (8, 3) else (4, 2)
+    with pytest.raises(ConfigError, match=r"a tensor .* not known what 3 experts keep"):
+        select_experts(torch.ones(shape), kept, wanted)
+    square = torch.arange(16).view(4, 4)
+    assert select_experts(square, kept, (3, 3)).tolist() == [[0, 2, 3], [8, 10, 11], [12, 14, 15]]

@@ -31,7 +31,7 @@ from support.plain_training import (
 )
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_model, tiny_spec
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
@@ -45,6 +45,7 @@ from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization
+from pipeline.model.transformer import Transformer
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,
@@ -287,10 +288,17 @@ def test_a_number_of_micro_batches_per_pass_that_is_none_is_refused(wrong: objec
         merge({**zero_config(2), "micro_batches_per_pass": wrong})
 
 
-def engine_of(world: World, spec: ModelSpec, rates: Regularization | None = None) -> Engine:
+def engine_of(
+    world: World,
+    spec: ModelSpec,
+    rates: Regularization | None = None,
+    *,
+    change: Callable[[Transformer], object] = lambda _: None,
+) -> Engine:
     connect(world)
     model = build_model(spec, regularization=rates)
     set_weights(model)
+    change(model)
     return Engine(
         model,
         make_recipe(spec.model),
@@ -785,3 +793,53 @@ def test_every_parameter_starts_at_a_multiple_of_16_bytes_and_keeps_its_place(
         for name, value in published.items():
             expected = torch.cat([values for _, values in sorted(masters[name].items())])
             assert torch.equal(value.flatten(), expected)
+
+
+def verdict_of(world: World, bias: float) -> tuple[bool, bool]:
+    """The verdict on a micro-batch of a model with a parameter that its loss does not read."""
+    spec = SPECS["moe"]
+    spare = nn.Parameter(torch.zeros(3))
+    engine = engine_of(world, spec, change=lambda model: setattr(model.front, "spare", spare))
+    engine.model.get_parameter("decoder.final_norm.bias").data.fill_(bias)
+    batch = micro_batches(spec, 1)[1]
+    found = engine.verdict(batch, micro_batch=0, seed=1, total_labels=9)
+    return found.is_finite, found.of_experts_is_finite
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bias", "is_finite"), [(0.0, True), (torch.nan, False)])
+def test_a_parameter_that_the_loss_does_not_read_has_no_verdict(
+    pool1: ProcessPool, bias: float, is_finite: bool
+) -> None:
+    [(found, _)] = pool1.run(verdict_of, bias)
+    assert found == is_finite
+
+
+def frozen_pieces(world: World, parallel_size: int) -> list[str]:
+    """Names of the master weights of a model with frozen weights of experts."""
+
+    def freeze(model: Transformer) -> None:
+        set_weights(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts.up." not in name)
+
+    engine = make_engine(
+        world,
+        parallel_size=parallel_size,
+        zero="ZeRO 1",
+        precision="fp32",
+        method="adam",
+        prepare=freeze,
+    )
+    pieces = engine.optimizer_pieces()
+    return [one.tensor for one in pieces if one.what == "master" and ".up." in one.tensor]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel_size", [1, 2])
+def test_a_state_has_every_frozen_expert_once_whichever_rank_holds_it(
+    pool2: ProcessPool, parallel_size: int
+) -> None:
+    names = [name for found in pool2.run(frozen_pieces, parallel_size) for name in found]
+    experts = [name for name in names if ".experts." in name]
+    assert len(experts) == len(set(experts)) == 2 * 2 * MOE.num_experts  # weights and biases

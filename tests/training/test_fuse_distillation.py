@@ -1,7 +1,7 @@
 """Fuse distillation: two passes of one batch, against the same written out with two models."""
 
 import copy
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.batching.batch import Batch
 from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError
 from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -103,3 +104,18 @@ def test_a_model_of_one_route_cannot_be_distilled() -> None:
 def test_a_shared_module_that_nothing_teaches_is_refused() -> None:
     with pytest.raises(ValueError, match="the shared module would learn nothing"):
         Recipe.model_validate({"name": "two", "model": {"language_modules": MODULES["low_rank"]}})
+
+
+@pytest.mark.parametrize("route", ["other", "Shared", None])
+def test_a_route_that_there_is_not_is_told(route: Any) -> None:
+    spec, model = model_of("low_rank")
+    with pytest.raises(ConfigError, match=rf"There is no route '{route}'\..*shared"):
+        model(random_batch(spec, sentences=2, seed=1), route=route)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_loss_of_ones_own_with_two_passes_may_train_both_routes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.config.recipe.passes_of", lambda _: 2)
+    Recipe.model_validate({"name": "two", "model": {"language_modules": MODULES[kind]}})

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ from pipeline.terminal import counted
 from pipeline.training import engine as engine_module
 from pipeline.training import loop, run_directory
 from pipeline.training.engine import Engine, Verdict
-from pipeline.training.loop import culprits
+from pipeline.training.loop import Updater, culprits
 from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.run_directory import LeftOut, Quarantine, left_out
@@ -413,6 +415,13 @@ def test_a_gradient_that_is_finite_at_the_next_try_leaves_nothing_out(
         train(tmp_path / name, times=times)
     assert_same_tensors(read_weights(tmp_path / "model"), read_weights(tmp_path / "sound"))
     assert not (tmp_path / "model" / "quarantine.jsonl").exists()
+
+
+@pytest.mark.parametrize(("update", "fix"), [(1, "Look at"), (2, "Lower optimizer.learning_rate")])
+def test_the_learning_rate_is_not_the_cause_before_the_first_update(update: int, fix: str) -> None:
+    run = SimpleNamespace(path=Path("model.run/quarantine.jsonl"))
+    updater = Updater(Mock(), Mock(), make_recipe(), cast(Quarantine, run))
+    assert f"last state. {fix}" in str(updater._not_finite(update))
 
 
 def test_without_the_setting_training_ends_and_names_it(train: Train, out_dir: Path) -> None:

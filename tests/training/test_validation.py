@@ -125,8 +125,10 @@ def test_the_record_of_a_dense_model_with_one_route_holds_the_summary_alone() ->
     assert set(found.record()) == {"perplexity", "directions"}
 
 
-def test_the_recipe_names_the_route_that_decides() -> None:
-    recipe = changed(make_recipe(), "loss", objective="fuse_distillation")
+@pytest.mark.parametrize("objective", ["fuse_distillation", "cross_entropy"])
+def test_the_recipe_names_the_route_that_decides(objective: str) -> None:
+    """Whichever loss has both; one of a user's own has another name."""
+    recipe = changed(make_recipe(), "loss", objective=objective)
     recipe = changed(recipe, "training", best_by_route="shared")
     found = validation(CountingEngine(has_shared_route=True), recipe).run()
     assert (found.deciding_route, found.perplexity) == ("shared", 150.0)

@@ -26,7 +26,7 @@ from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import Tensors
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, without_case
 from pipeline.model.building import shape_of_model
 from pipeline.model.parameters import (
     NamedSlice,
@@ -63,18 +63,22 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
     if not is_diverse(config):
         return dense
     layer, expert, tensor = expert_parts(target)
-    if config.method == "per_neuron":
-        if tensor == "down.bias":
-            return dense
-        width = dense.shape[-1] if tensor == "down.weight" else dense.shape[0]
-        keep = _keep(width, config, derive_seed("upcycle", config.seed, layer, expert))
-        return _masked(dense, keep[:, None] if tensor == "up.weight" else keep)
     key = derive_seed("upcycle", config.seed, f"{layer}.{tensor}", expert)
-    if config.method == "noise":
-        generator = np.random.Generator(np.random.Philox(key=key))
-        noise = torch.from_numpy(generator.standard_normal(tuple(dense.shape), dtype=np.float32))
-        return dense.float() + noise * config.noise_std * dense.float().std(correction=0)
-    return _masked(dense, _keep(dense.numel(), config, key).view(dense.shape))
+    match config.method:
+        case "elementwise":
+            return _masked(dense, _keep(dense.numel(), config, key).view(dense.shape))
+        case "per_neuron":
+            if tensor == "down.bias":
+                return dense
+            width = dense.shape[-1] if tensor == "down.weight" else dense.shape[0]
+            keep = _keep(width, config, derive_seed("upcycle", config.seed, layer, expert))
+            return _masked(dense, keep[:, None] if tensor == "up.weight" else keep)
+        case "noise":
+            drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal
+            noise = torch.from_numpy(drawn(tuple(dense.shape), dtype=np.float32))
+            return dense.float() + noise * config.noise_std * dense.float().std(correction=0)
+        case unknown:
+            raise without_case("diversified", unknown)
 
 
 def is_diverse(config: UpcyclingConfig) -> bool:

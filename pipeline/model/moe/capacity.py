@@ -65,6 +65,8 @@ def dispatch_routes(
 
 
 def _kept_weights(routing: Routing, is_dropped_NC: Tensor | None, *, renormalize: bool) -> Tensor:
-    if renormalize and is_dropped_NC is not None and routing.chosen_logits_NC is not None:
-        return kept_softmax(routing.chosen_logits_NC, is_dropped_NC)
+    # Weights that a router made itself go before the logits of a choice that it began with.
+    logits_NC = routing.chosen_logits_NC if routing.made_weight_NC is None else None
+    if renormalize and is_dropped_NC is not None and logits_NC is not None:
+        return kept_softmax(logits_NC, is_dropped_NC)
     return kept_weights(routing.weight_NC, is_dropped_NC, renormalize=renormalize)

@@ -10,6 +10,7 @@ Legend: N tokens, D model width, E experts, C choices per token (top-k), G langu
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import ConfigError
 from pipeline.kernels.products import linear
 from pipeline.kernels.routing import averaged_logits
 from pipeline.model.moe.routing import Routing, choose
@@ -46,6 +47,11 @@ class LanguageGroupRouter(nn.Module):
 
     def __init__(self, moe: MoEConfig, *, width: int, num_groups: int) -> None:
         super().__init__()
+        if not num_groups:
+            raise ConfigError(
+                f"The router {moe.decoder_router!r} reads language groups, of which it has none. "
+                "Add it to GROUP_ROUTERS in pipeline/model/settings.py."
+            )
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, width))
         self.group_weight = nn.Parameter(torch.empty(num_groups, moe.num_experts, width))

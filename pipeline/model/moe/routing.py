@@ -80,7 +80,7 @@ def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
     """
     square_N = logits_NE.logsumexp(-1).square()
     if shares is not None:
-        return shares.weight_M @ (shares.mean_MN @ square_N)
+        return shares.weight_M @ (shares.mean_MN @ square_N.float())
     # A rank without tokens has a loss of 0, not one that is no number.
     return square_N.sum() / max(len(logits_NE), 1)
 

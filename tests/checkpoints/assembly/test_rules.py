@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.assembly.rules import diversified
 from pipeline.checkpoints.settings import UpcyclingConfig
+from pipeline.errors import ConfigError
 
 LAYER = "encoder.layers.1.feed_forward"
 TENSORS = {"up.weight": (128, 64), "up.bias": (128,), "down.weight": (64, 128), "down.bias": (64,)}
@@ -94,3 +95,10 @@ def test_noise_is_gaussian_and_relative_to_each_tensors_own_deviation() -> None:
     assert (noise.abs() > 3 * 0.05).float().mean().item() == pytest.approx(0.0027, abs=0.001)
     other = diversified(whole, target.replace(".0.", ".1."), config)
     assert not torch.equal(other - whole, noise * whole.std())
+
+
+@pytest.mark.parametrize("method", ["permuted", "Noise"])
+def test_a_method_without_a_case_is_not_taken_for_another(method: str) -> None:
+    config = UpcyclingConfig().model_copy(update={"method": method})
+    with pytest.raises(ConfigError, match=f"diversified has no case for '{method}'"):
+        diversified(torch.ones(4, 4), f"{LAYER}.experts.0.up.weight", config)

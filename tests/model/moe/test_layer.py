@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import collate
 from pipeline.errors import ConfigError
+from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter, build_router
 from pipeline.model.moe.routing import Routing, choose
@@ -149,6 +150,28 @@ def test_a_router_without_weights_is_named(dispatch: str) -> None:
     layer(*random_tokens(9))
 
 
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_weights_that_a_router_made_are_those_of_routes_within_the_capacity(
+    prioritized: bool,
+) -> None:
+    """A router that begins with ``choose`` has the logits of that choice as well."""
+    layer = moe_layer(
+        MoEConfig(
+            num_experts=4,
+            dispatch="capacity",
+            capacity_factor=0.5,
+            batch_prioritized=prioritized,
+        )
+    ).train()
+    x_ND, tokens = random_tokens(9)
+    made = torch.tensor([0.9, 0.1]).expand(9, 2)
+    outputs = []
+    for more in ({}, {"chosen_logits_NC": None}):
+        layer.router = WrongRouter(made_weight_NC=made, **more)
+        outputs.append(layer(x_ND, tokens)[0])
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("result", [None, "router", TokenRouter])
 @pytest.mark.parametrize(
     ("place", "kind"),
@@ -169,6 +192,13 @@ def test_a_front_end_without_a_case_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         moe_layer(MoEConfig(num_experts=4))
 
 
+def stack_of(rows: int) -> LanguageStack:
+    """Modules of four languages with a parameter of so many rows."""
+    stack = LanguageStack(("de", "en", "fr", "ru"))
+    stack.factor = nn.Parameter(torch.ones(rows, 2))
+    return stack
+
+
 def on_cpu() -> Tensor:
     return torch.zeros(4, device="cpu")
 
@@ -184,6 +214,11 @@ def on_cpu() -> Tensor:
         (
             lambda router: setattr(router, "heat", nn.Parameter(torch.ones(()))),
             "heat .* dimens",
+        ),
+        (lambda router: setattr(router, "drop", nn.Dropout(0.1)), "drop is a Dropout, whose"),
+        *(
+            (lambda router, rows=rows: setattr(router, "own", stack_of(rows)), "own.factor has the")
+            for rows in (1, 5)
         ),
     ],
 )

@@ -1,13 +1,17 @@
 """Routers: which experts a token goes to, and how languages change that."""
 
 import math
+from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_models import tokens_in_groups
 from torch import Tensor, nn
 
+from pipeline.batching.batch import Shares
+from pipeline.errors import ConfigError
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
 from pipeline.model.moe.routing import choose, z_loss
 from pipeline.model.settings import MoEConfig
@@ -166,3 +170,23 @@ def test_no_tokens_make_an_empty_routing() -> None:
     assert routing.expert_NC.shape == routing.weight_NC.shape == (0, 2)
     assert routing.balance_loss.item() == 0
     assert z_loss(routing.logits_NE).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_losses_of_a_shared_pass_take_a_routers_logits_in_any_precision(dtype: torch.dtype) -> None:
+    shares = Shares.of(np.array([3, 5]), np.array([2, 6]))
+    logits_NE = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda logits_NE: choose(logits_NE, top_k=2, shares=shares).balance_loss,
+        lambda logits_NE: z_loss(logits_NE, shares),
+    ]
+    for loss in losses:
+        found, expected = loss(logits_NE.to(dtype)), loss(logits_NE)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_router_of_groups_without_groups_names_where_it_gets_them(top_k: int) -> None:
+    with pytest.raises(ConfigError, match=r"^The router 'token' reads .* to GROUP_ROUTERS in"):
+        group_router(groups=0, top_k=top_k)
