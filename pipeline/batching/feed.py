@@ -368,9 +368,19 @@ class TrainingData:
         )
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Return micro-batches of the trained directions, each of one direction."""
-        plan = self.valid.evaluation_plan(budget=budget)
-        return [one for one in plan if self.mixture.draws(one[0])]
+        """Return micro-batches of one direction each, of the directions that are validated."""
+        plan, ways = self.valid.evaluation_plan(budget=budget), self.validated()
+        return [one for one in plan if one[0] in ways]
+
+    def validated(self) -> set[Direction]:
+        """Return trained directions, and zero-shot ones into languages that are trained as targets.
+
+        Only those that the shards have validation sentences of.
+        """
+        drawn = {way for way in _directions(self.train) if self.mixture.draws(way)}
+        targets = {language_of(way.target) for way in drawn}
+        ways = {way for way in _directions(self.valid) if self.mixture.draws(way)}
+        return {way for way in ways if way.target in targets}
 
     def check(self, *, max_positions: int) -> None:
         """Check that a model with ``max_positions`` positions can be trained on the data.
@@ -379,7 +389,7 @@ class TrainingData:
             ConfigError: there are no validation sentences, a sentence exceeds the positions, or a
                 direction is drawn into a language that the tokenizer does not write.
         """
-        for way in (way for pair in self.train.offsets for way in directions_of(pair)):
+        for way in _directions(self.train):
             if self.mixture.draws(way):
                 self.tokenizer.refuse_to_write(language_of(way.target))
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
@@ -387,8 +397,7 @@ class TrainingData:
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
                 "languages translated into, no language tokens among them. Set it to false."
             )
-        ways = [way for pair in self.valid.offsets for way in directions_of(pair)]
-        if not any(self.mixture.draws(way) for way in ways):
+        if not self.validated():
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
                 "them. Give the corpus a valid set for at least one pair."
@@ -401,6 +410,11 @@ class TrainingData:
                 f"{max_positions - EXTRA_TOKENS:,} or less and make the shards again (only a model "
                 "that is trained from scratch can have more model.max_positions instead)."
             )
+
+
+def _directions(data: SplitData) -> Iterator[Direction]:
+    """Yield both directions of every pair."""
+    return (way for pair in data.offsets for way in directions_of(pair))
 
 
 def read_updates(

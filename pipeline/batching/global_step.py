@@ -9,7 +9,8 @@ size. Any window can be computed on its own: resuming does not read the past.
 
 If a mixture weighs directions, each direction of a pair is a stream of its own. If it changes at
 some update, a *phase* begins: its windows have numbers of their own, and its streams continue where
-the updates before it left them, counted as so many updates take on average.
+the updates before it would have left them without padding. They drew less, so a phase passes over
+some lines of the running epoch.
 """
 
 import heapq
@@ -149,7 +150,7 @@ class _Stream:
     share: float
     """Share of all draws of the phase."""
     begin: float
-    """Expected number of draws before the phase."""
+    """Draws before the phase, as many as batches without padding take."""
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.corpora import writing
+from support.corpora import Texts, bytes_of, make_corpus, writing
 from support.passes import assert_same, join
+from support.stage_runs import run_stage
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.shards import Mixture, ShardWriter
+from pipeline.artifacts.shards import Mixture, Phase, ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError
 from pipeline.seeds import derive_seed
 from pipeline.temperature_sampling import temperature_probabilities
@@ -143,6 +145,32 @@ def test_tensors_of_a_batch_are_what_they_always_were(corpora: Path, case: str) 
     batches = [data.train.batch(plan) for step in steps for plan in step.micro_batches]
     batches += [data.valid.batch(plan) for _, plan in data.validation(budget=60)]
     assert digest(value for batch in batches for value in batch_values(batch)) == CASES[case][-1]
+
+
+INTO_ENGLISH = {"de-en": 1.0, "en-fr": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("forward", "zero_shot"),
+    [({}, {"de-fr", "fr-de"}), (INTO_ENGLISH, set()), ({"en-fr": 0.0}, {"fr-de"})],
+)
+def test_zero_shot_directions_are_validated_into_the_targets_of_training_only(
+    forward: dict[str, float], zero_shot: set[str], tmp_path: Path
+) -> None:
+    """With mixture.targets, validation had directions into other languages than those."""
+    pairs = ("de-en", "en-fr", "de-fr")
+    valid = {pair: {code: ["ab", "c"] for code in pair.split("-")} for pair in pairs}
+    texts: Texts = {"train": {pair: valid[pair] for pair in pairs[:2]}, "valid": valid}
+    given = {"corpus": make_corpus(tmp_path / "corpus", texts)}
+    with writing(tmp_path / "tokenizer", "tokenizer") as writer:
+        TokenizerFiles(bytes_of(("de", "en", "fr"))).write(writer.directory)
+    given["tokenizer"] = open_artifact(tmp_path / "tokenizer", kind="tokenizer")
+    shards = run_stage("make_shards", tmp_path / "shards", given, Recipe(name="test"))
+    mixture = Mixture((Phase(1, {"de-en": 0.5, "en-fr": 0.5}, forward),))
+    data = TrainingData(shards, mixture, BatchesConfig(), seed=1)
+    found = {str(way) for way, _ in data.validation(budget=60)}
+    assert found & {"de-fr", "fr-de"} == zero_shot
+    assert found >= {"de-en", "fr-en"}
 
 
 def one_by_one(data: TrainingData, plan: MicroBatch) -> Batch:
