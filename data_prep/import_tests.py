@@ -120,7 +120,7 @@ class OutsideTests:
     not_wanted: int
     """Files of languages that were not asked for, or without another language of a pair."""
     ignored: int
-    """Files whose names belong to no layout."""
+    """Files with names that belong to no layout."""
 
 
 @dataclass(frozen=True)

@@ -373,7 +373,7 @@ class TrainingData:
         return [one for one in plan if one[0] in ways]
 
     def validated(self) -> set[Direction]:
-        """Return trained directions, and zero-shot ones into languages that are trained as targets.
+        """Return trained directions, and zero-shot directions into trained target languages.
 
         Only those that the shards have validation sentences of.
         """

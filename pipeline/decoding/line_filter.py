@@ -41,7 +41,7 @@ class FilterCounts:
     """Parts of all lines that were split."""
     truncated: int = 0
     invalid: int = 0
-    """Lines whose translations had bytes that are not UTF-8."""
+    """Lines in which a translation had bytes that are not UTF-8."""
     invalid_sequences: int = 0
     unknown: int = 0
     """Lines with characters that the vocabulary does not have."""

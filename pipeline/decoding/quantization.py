@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedExperts(nn.Module):
-    """Experts whose projections have weights in 8 bits; input and output are float32."""
+    """Experts with projections in 8 bits; input and output are float32."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()

@@ -479,7 +479,7 @@ def resolve_plan(
         given: plan input → data from outside.
         processes: overrules the plan's where a stage can use several.
         auto: ds_config that ``auto`` stands for, if stages run on other machines than this one;
-            for stages whose job asks for no GPU it is ``cpu_fp32``.
+            for stages that ask for no GPU it is ``cpu_fp32``.
 
     Raises:
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or

@@ -115,7 +115,7 @@ def multiply_in_8_bits(
         weight_I, total = weight_OI[o], np.int32(0)
         for i in range(len(row_I)):
             total += np.int32(np.int32(weight_I[i]) * np.int32(row_I[i]))
-        # numba adds in 64 bits; of a sum whose lower half is asked for, LLVM computes no more.
+        # numba adds in 64 bits; if the lower half is asked for, LLVM computes no more.
         y_O[o] = np.int32(total)
 
 

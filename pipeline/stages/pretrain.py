@@ -263,7 +263,7 @@ def unspaced_lines(
     """Return language → training lines of its pairs, for languages that Byte-WSF cannot split.
 
     Byte-WSF takes everything between two white spaces for one word: the whole line in a language
-    without spaces. ``segmented``: the languages whose words a segmenter finds.
+    without spaces. ``segmented``: the languages in which a segmenter finds words.
     """
     if not spec.model.front.parts_words:
         return {}

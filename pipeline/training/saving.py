@@ -54,7 +54,7 @@ class ValidationResult:
 
     Attributes:
         by_route: a summary for each trained route; a model without two routes has ``specific``.
-        deciding_route: the route whose perplexity decides which weights are kept.
+        deciding_route: the route that decides, by its perplexity, which weights are kept.
         perplexity: the perplexity that decides, of the deciding route.
         routing: expert statistics over all validation tokens.
     """
