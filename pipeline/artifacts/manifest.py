@@ -485,7 +485,7 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
     root without a link, else by the first link. ``hidden`` also yields what is hidden.
 
     Raises:
-        ArtifactError: A folder cannot be listed, and its text would be lost. Hidden folders have none.
+        ArtifactError: A folder cannot be listed, and its text would be lost; unless it is hidden.
     """
 
     def refuse(error: OSError) -> None:

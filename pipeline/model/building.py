@@ -199,8 +199,8 @@ def _refuse_what_is_not_stored(model: nn.Module) -> None:
         if isinstance(module, _DropoutNd) and module.p:
             raise ConfigError(
                 f"{prefix} is a {type(module).__name__}, which draws other numbers on other "
-                "ranks, in a resumed run, and where a layer is recomputed. Use dropout_in and dropped of "
-                "pipeline.kernels."
+                "ranks, in a resumed run, and where a layer is recomputed. Use "
+                "dropout_in and dropped of pipeline.kernels."
             )
         if isinstance(module, StackedModules):
             _refuse_other_slots(prefix, module)
