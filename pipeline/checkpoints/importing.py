@@ -69,7 +69,7 @@ def open_model(path: Path) -> ModelSource:
     Raises:
         ArtifactError: There is none, or it cannot be used.
     """
-    # Exports have a manifest of ours, and some models from elsewhere one of other software.
+    # Exports have a manifest of ours, and models from elsewhere may have another manifest.
     is_foreign = (path / CONFIG_FILE).is_file() or not path.is_dir() or read_manifest(path) is None
     return open_foreign(path) if is_foreign else own_source(open_checkpoint(path))
 

@@ -234,6 +234,16 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/cli", 3, "student: a file named where standard input is read"),
     ("pipeline/decoding", 3, "student: text in UTF-16, as Windows saves it"),
     ("pipeline", 5, "student: large numbers without exponents"),
+    (
+        "pipeline/checkpoints/foreign",
+        99,
+        "holder of a checkpoint: an export again, ranks, an inner model",
+    ),
+    ("pipeline/checkpoints", 2, "holder of a checkpoint: a format that takes the model"),
+    ("pipeline/checkpoints/assembly", 21, "holder of a checkpoint: codes and experts as declared"),
+    ("pipeline/extensions/tasks", 7, "holder of a checkpoint: another folder than an XLM-R's"),
+    ("pipeline/artifacts", 6, "holder of a checkpoint: a manifest of other software"),
+    ("error messages", 4, "holder of a checkpoint: a sentence instead of silence"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

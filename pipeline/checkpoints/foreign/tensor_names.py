@@ -154,7 +154,7 @@ class ForeignTensors:
         value = self.stored.read(first)
         value = refuse_not_finite(value, first, self.origin, fix="fetch this one again")
         for other in others:
-            if not torch.equal(value, self.stored.read(other).to(value.dtype)):
+            if not torch.equal(value, self.stored.read(other)):
                 raise CheckpointError(
                     f"{self.origin}: {first} and {other} are one tensor in this model, but their "
                     "values differ. Name a checkpoint that ties them."

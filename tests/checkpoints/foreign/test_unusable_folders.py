@@ -162,20 +162,6 @@ def test_a_tied_embedding_saved_once_or_again_under_any_of_its_names_is_one_tens
     assert "their values differ" in said
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_copies_of_a_tied_embedding_may_have_another_type(dtype: torch.dtype, folder: Path) -> None:
-    def save_head(values: Tensor) -> None:
-        edit_tensors(folder, lambda every: every.update({"lm_head.weight": values.to(dtype)}))
-
-    shared = "model.shared.weight"
-    edit_tensors(folder, lambda every: every.update({shared: every[shared].half().float()}))
-    value = load_file(folder / WEIGHTS)[shared]
-    save_head(value)
-    assert torch.equal(open_foreign(folder).tensors.read("embedding.weight"), value)
-    save_head(value + 1)
-    assert "their values differ" in refusal(folder)
-
-
 def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path) -> None:
     peer = nllb_folder(tmp_path / "sharded")
     (tmp_path / "sharded" / WEIGHTS).unlink()
