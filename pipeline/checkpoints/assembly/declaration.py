@@ -23,7 +23,7 @@ declares its inputs and the model of its recipe. :func:`plan_assembly` derives t
 result from the sources.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -45,7 +45,7 @@ from pipeline.config.documents import read_toml
 from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import find_code, language
 from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import groups_of_languages, make_spec, marks_of_vocabulary
@@ -144,10 +144,11 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         artifact = open_artifact(Path(assembly.groups), kind="groups")
         inputs["groups"] = artifact.as_input
         groups = read_groups(artifact)
+    languages = _in_codes(assembly.languages, tokenizer)
     embeddings = present.get("embeddings")
-    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
+    tokenizer = _with_new_languages(languages, embeddings, tokenizer)
     known = embeddings.tokenizer.build().languages if embeddings else ()
-    named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
+    named_likes = {code: like for code, like in languages.items() if like != FRESH}
     resembling = {code: find_code(like, known) or like for code, like in named_likes.items()}
     model = model or _declared_model(assembly, present)
     rows = _planned_rows(assembly, embeddings, tokenizer, resembling)
@@ -263,8 +264,18 @@ def known_groups(
     return groups or None
 
 
+def _in_codes(languages: Mapping[str, str], named: TokenizerFiles | None) -> dict[str, str]:
+    """Return new language → like, by the codes of the named tokenizer, or else of a corpus.
+
+    Raises:
+        ConfigError: A new language has no code; suggests the code of a language's name.
+    """
+    known = named.build().languages if named is not None else ()
+    return {find_code(one, known) or language(one).code: like for one, like in languages.items()}
+
+
 def _with_new_languages(
-    assembly: Assembly, embeddings: ModelSource | None, named: TokenizerFiles | None
+    new: Iterable[str], embeddings: ModelSource | None, named: TokenizerFiles | None
 ) -> TokenizerFiles:
     """Return the named tokenizer, or else the embeddings' tokenizer with the new languages."""
     files = named if named is not None or embeddings is None else embeddings.tokenizer
@@ -274,7 +285,7 @@ def _with_new_languages(
             "tokenizer as `tokenizer`."
         )
     languages = files.build().languages
-    added = [code for code in assembly.languages if code not in languages]
+    added = [code for code in new if code not in languages]
     if added and named is not None:
         raise ConfigError(
             f"The named tokenizer has no language {added[0]!r}. Train it on a corpus with that "

@@ -240,22 +240,27 @@ def test_bfloat16_rounds_every_tensor_once() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize("like", ["deu_Latn", "de-DE"])
-def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(like: str) -> None:
-    added = f'[languages]\ngsw = "{like}"\nlad = "fresh"\n'
+@pytest.mark.parametrize(("new", "like"), [("gsw", "deu_Latn"), ("gsw_Latn", "de-DE")])
+def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(
+    new: str, like: str
+) -> None:
+    """They have the codes of a corpus, as NLLB's users may spell them."""
+    added = f'[languages]\n{new} = "{like}"\nlad = "fresh"\n'
     text = ALL_DENSE.format(source="m2m100", ratio=0.0) + added
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     made = open_artifact(Path("made"), kind="checkpoint")
-    old, new = open_model(Path("m2m100")).tokenizer.build(), read_tokenizer(made)
-    assert set(new.languages) == {*old.languages, "gsw", "lad"}
-    assert new.size == old.size + 2
-    assert [new.encode(line) for line in LINES] == [old.encode(line) for line in LINES]
-    assert all(new.language_token_id(c) == old.language_token_id(c) for c in old.languages)
+    old, grown = open_model(Path("m2m100")).tokenizer.build(), read_tokenizer(made)
+    assert set(grown.languages) == {*old.languages, "gsw", "lad"}
+    assert grown.size == old.size + 2
+    assert [grown.encode(line) for line in LINES] == [old.encode(line) for line in LINES]
+    assert all(grown.language_token_id(c) == old.language_token_id(c) for c in old.languages)
     table = TensorFiles(made, "weights/").read("embedding.weight")
     before = open_model(Path("m2m100")).tensors.read("embedding.weight")
     assert torch.equal(table[: old.size], before), "spare rows too, which are in every softmax"
-    assert torch.equal(table[new.language_token_id("gsw")], before[old.language_token_id("de")])
-    assert not torch.equal(table[new.language_token_id("lad")], before[old.language_token_id("de")])
+    assert torch.equal(table[grown.language_token_id("gsw")], before[old.language_token_id("de")])
+    assert not torch.equal(
+        table[grown.language_token_id("lad")], before[old.language_token_id("de")]
+    )
     assert receipt_of("made")["function_check"]["largest"] < 1e-5
 
 
@@ -343,6 +348,7 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
         (("[upcycling]", "[languages]\ngsw = 'german'\n[upcycling]"), "Write 'de'."),
+        (("[upcycling]", "[languages]\nErzya = 'en'\n[upcycling]"), "Write 'myv'."),
     ],
 )
 def test_a_declaration_that_cannot_be_is_one_sentence(
