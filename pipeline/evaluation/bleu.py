@@ -47,8 +47,8 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
     fix = (
         "Run pip install 'sacrebleu[ja]'."
         if option == "per-language"
-        else "Run once where it can be downloaded, point SACREBLEU to a directory that has it, or set "
-        "evaluation.bleu_tokenizer to 'per-language' and leave spbleu out of evaluation.scores."
+        else "Run once where it can be downloaded, point SACREBLEU to a directory that has it, or "
+        "set evaluation.bleu_tokenizer to 'per-language' and leave spbleu out of evaluation.scores."
     )
     problem = " ".join(str(failure).split())  # sacreBLEU's are of several lines
     raise ConfigError(
