@@ -132,6 +132,11 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
     if call.overwrite and own_rank() == 0:
         _set_training_aside(call)
+    if stage.parallel == "ranks" and "mpi4py.futures" in sys.orig_argv:
+        raise ConfigError(  # the other ranks wait for tasks, and this one would wait for them
+            "mpi4py.futures starts only stages with --mpi. Start mpirun -n N python -m "
+            f"{stage.module}."
+        )
     _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(

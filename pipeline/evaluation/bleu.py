@@ -44,10 +44,15 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
             failure = error
         else:
             return name
+    fix = (
+        "Run pip install 'sacrebleu[ja]'."
+        if option == "per-language"
+        else "Run once where it can be downloaded, point SACREBLEU to a directory that has it, or "
+        "set evaluation.bleu_tokenizer to 'per-language' and leave spbleu out of evaluation.scores."
+    )
+    problem = " ".join(str(failure).split())  # sacreBLEU's are of several lines
     raise ConfigError(
-        f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({failure}). Run once where it can "
-        "be downloaded, point SACREBLEU to a directory that holds it, or set "
-        "evaluation.bleu_tokenizer to 'per-language' and leave spbleu out of evaluation.scores."
+        f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({problem}). {fix}"
     ) from failure
 
 

@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.corpus import statistic
 from pipeline.artifacts.locks import exclusive, sole_writer
-from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.manifest import run_dir, why_no_data
 from pipeline.artifacts.places import (
     plan_lock_path,
     refuse_other_kind,
@@ -120,10 +120,27 @@ def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str], *, jobs: i
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     for task in resolved.tasks:
+        _refuse_unfit_inputs(resolved, task)
         refuse_missing_inputs(resolved, task)
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
         if "batches" in task.stage.sections and not task.is_made:
             _refuse_unfit_ranks(task, processes=_processes_of(task, jobs=jobs))
+
+
+def _refuse_unfit_inputs(resolved: ResolvedPlan, task: Task) -> None:
+    """Refuse data from outside that a stage cannot read, before other stages work for it in vain.
+
+    Raises:
+        ArtifactError: it does not exist, or is no artifact of the kind that is wanted.
+    """
+    for key, source in task.planned.sources().items():
+        kind = task.stage.inputs[key.partition("/")[0]].kind
+        if source.startswith("$") and source[1:] in resolved.given:
+            given = resolved.given[source[1:]]
+            if kind != "raw":
+                open_artifact(given.only_path(), kind=kind)
+            elif problem := next(filter(None, map(why_no_data, given.paths)), ""):
+                raise ArtifactError(problem)
 
 
 def _processes_of(task: Task, *, jobs: int) -> int:

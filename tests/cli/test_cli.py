@@ -823,6 +823,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, int]
     return launches
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_stage_of_ranks_is_refused_among_ranks_that_wait_for_tasks(
+    bench: Bench,
+    launched: list[tuple[list[str], int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: str,
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mpi4py.futures", "-m", "pipeline"])
+    bench.read()
+    assert bench.train("--processes", processes) == EXIT_USER_ERROR
+    assert "futures starts only stages with --mpi. Start mpirun -n N" in capsys.readouterr().err
+    assert launched == []
+    assert len(bench.calls) == 1
+
+
 def test_a_stage_of_ranks_launches_itself_once_per_process_if_nothing_is_wrong(
     bench: Bench,
     launched: list[tuple[list[str], int, int]],

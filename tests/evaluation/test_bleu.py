@@ -121,6 +121,25 @@ def test_a_missing_korean_tokenizer_is_replaced_by_characters(
     ]
 
 
+@pytest.mark.parametrize(
+    ("code", "option", "fix"),
+    [
+        ("ja_JP", "per-language", "Run pip install 'sacrebleu[ja]'."),
+        ("de", "flores200", "Run once where it can be downloaded, point SACREBLEU to "),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_one_sentence_with_its_own_fix(
+    monkeypatch: pytest.MonkeyPatch, code: str, option: BleuTokenizerOption, fix: str
+) -> None:
+    def fail(tokenize: str) -> None:
+        raise RuntimeError(f"\n{tokenize} lacks something.\n\n    Get it\n")
+
+    monkeypatch.setattr(bleu, "BLEU", fail)
+    with pytest.raises(ConfigError) as refused:
+        bleu_tokenizer(code, option=option)
+    assert f"lacks something. Get it). {fix}" in str(refused.value)
+
+
 @pytest.mark.parametrize("codes", [["de", "th"], ["km_Khmr", "my", "zh"]])
 def test_a_score_that_cannot_part_words_is_warned_of(codes: list[str]) -> None:
     (warning,) = Bleu.into(codes, option="per-language").caveats()

@@ -342,6 +342,26 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
 # ---------------------------------------------------------------- what runs
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("nowhere", "does not exist"), ("raw", "has no manifest.json"), ("corpus", "wanted")],
+)
+def test_an_input_that_a_later_stage_cannot_read_is_refused_before_any_runs(
+    setup: Setup, name: str, problem: str
+) -> None:
+    text = setup.plan_path.read_text().replace("[inputs]\n", '[inputs]\nother = "shards"\n')
+    setup.plan_path.write_text(text.replace('only = "shards"', 'only = "shards"\nmore = "$other"'))
+    with new_artifact(setup.folder / "corpus", kind="corpus", stage="read", config={}, inputs={}):
+        pass
+    raw, other = RawInput((setup.text_path.parent,)), RawInput((setup.folder / name,))
+    given = {"text": raw, "other": other}
+    for act in (setup.forecast, setup.run):
+        with pytest.raises(ArtifactError, match=problem):
+            act(given=given)
+    assert setup.workshop.started == []
+    assert not setup.out_dir.exists()
+
+
 def test_a_run_starts_every_stage_once_and_a_second_run_none(setup: Setup) -> None:
     assert setup.forecast() == [f"{name}: would run (missing)" for name in STAGES_OF_PLAN]
     assert not setup.out_dir.exists()
