@@ -542,7 +542,8 @@ class _Objective(nn.Module):
         super().__init__()
         self.model = model
         self.loss_config = recipe.loss
-        if has_expert_groups and any(True for _ in _spread_modules(model)):
+        spread = (one for module in _spread_modules(model) for one in module.parameters())
+        if has_expert_groups and any(one.requires_grad for one in spread):
             self.marker = _ExpertMarker()
 
     def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
