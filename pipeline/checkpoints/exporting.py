@@ -10,7 +10,7 @@ one group g that is an ordinary router with W' = (W + W_g) / 2.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 
@@ -142,6 +142,8 @@ def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
         ]
     for setting, found, possible, instead in limits:
         if found not in possible:
+            if instead:
+                refuse_unwritable(origin, spec, to=cast(Format, instead))
             values = " or ".join(map(repr, possible))
             fix = f"Export it --to {instead}." if instead else "No format supports it."
             raise CheckpointError(

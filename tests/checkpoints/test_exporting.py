@@ -67,6 +67,11 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
         ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
+        ("hf-m2m100", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
+        (
+            *("ctranslate2", {"moe": MOE.model_copy(update={"top_k": 1})}),
+            "hf-nllb-moe supports only 2. No format supports it",
+        ),
         *(
             ("hf-nllb-moe", {"moe": MOE.model_copy(update={name: value})}, said)
             for name, value, said in (
