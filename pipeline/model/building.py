@@ -198,7 +198,7 @@ def _refuse_what_is_not_stored(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p:
             raise ConfigError(
-                f"{prefix} is a {type(module).__name__}, whose numbers differ between ranks, in a "
+                f"{prefix} is a {type(module).__name__}: its numbers differ between ranks, in a "
                 "resumed run, and where a layer is recomputed. Use dropout_in and dropped of "
                 "pipeline.kernels."
             )
@@ -213,7 +213,7 @@ def _refuse_what_is_not_stored(model: nn.Module) -> None:
 
 
 def _refuse_other_slots(prefix: str, stack: StackedModules) -> None:
-    """Refuse parameters whose first dimension is not over the slots: only these are stored."""
+    """Refuse parameters with a first dimension that is not over the slots, which are stored."""
     held = len(stack.held_slots)
     for name, parameter in stack.named_parameters():
         if len(parameter) < held or (len(parameter) > held and not stack.is_spread):

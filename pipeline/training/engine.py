@@ -463,7 +463,7 @@ class Engine:
                     share = values[piece.flat].to("cpu", copy=copied)
                     yield Piece(what, entry.name, piece.start, share)
         for entry in named_slices(self.model):
-            # Ranks of the first copy of the experts hold different ones.
+            # Each rank of the first copy of the experts holds a part of them.
             holders = 1 if entry.expert is None else self.model.expert_parallel_size
             if not entry.parameter.requires_grad and self.world.rank < holders:
                 yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
