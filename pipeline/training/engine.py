@@ -473,7 +473,7 @@ class Engine:
                     share = values[piece.flat].to("cpu", copy=copied)
                     yield Piece(what, entry.name, piece.start, share)
         for entry in named_slices(self.model):
-            # Ranks of the first copy of the experts hold different ones.
+            # Each rank of the first copy of the experts holds a part of them.
             holders = 1 if entry.expert is None else self.model.expert_parallel_size
             if not entry.parameter.requires_grad and self.world.rank < holders:
                 yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
@@ -552,7 +552,8 @@ class _Objective(nn.Module):
         super().__init__()
         self.model = model
         self.loss_config = recipe.loss
-        if has_expert_groups and any(True for _ in _spread_modules(model)):
+        spread = (one for module in _spread_modules(model) for one in module.parameters())
+        if has_expert_groups and any(one.requires_grad for one in spread):
             self.marker = _ExpertMarker()
 
     def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:

@@ -424,11 +424,10 @@ def test_a_module_of_ones_own_that_fails_without_values_is_told(
 
     monkeypatch.setattr(FeedForward, "forward", failing)
     recipe = Recipe(name="test", model=tiny_spec().model)
-    sizes: dict[str, Any] = {"vocabulary_size": 40, "num_groups": 0, "num_languages": 1}
     with pytest.raises(ConfigError, match=r"^A pass of training cannot be estimated"):
-        count_training(recipe, **sizes)
+        count_training(recipe, vocabulary_size=40, num_groups=0)
     with pytest.raises(ConfigError, match=r"^A step of decoding cannot be estimated"):
-        count_decoding_step(recipe, **sizes)
+        count_decoding_step(recipe, vocabulary_size=40, num_groups=0)
 
 
 def on_host(count: int) -> Tensor:

@@ -815,13 +815,13 @@ def test_a_parameter_that_the_loss_does_not_read_has_no_verdict(
     assert found == is_finite
 
 
-def frozen_pieces(world: World, parallel_size: int) -> list[str]:
-    """Names of the master weights of a model with frozen weights of experts."""
+def frozen_pieces(world: World, parallel_size: int, frozen: str) -> list[str]:
+    """Names of frozen master weights, after an update of a model in which experts have such."""
 
     def freeze(model: Transformer) -> None:
         set_weights(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts.up." not in name)
+            parameter.requires_grad_(frozen not in name)
 
     engine = make_engine(
         world,
@@ -831,15 +831,18 @@ def frozen_pieces(world: World, parallel_size: int) -> list[str]:
         method="adam",
         prepare=freeze,
     )
+    one_update(engine, world, 0, rate=1e-3)
+    kept = {entry.name for entry in named_slices(engine.model) if entry.parameter.requires_grad}
     pieces = engine.optimizer_pieces()
-    return [one.tensor for one in pieces if one.what == "master" and ".up." in one.tensor]
+    return [one.tensor for one in pieces if one.what == "master" and one.tensor not in kept]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("frozen", "tensors"), [(".experts.up.", 2), (".experts.", 4)])
 @pytest.mark.parametrize("parallel_size", [1, 2])
 def test_a_state_has_every_frozen_expert_once_whichever_rank_holds_it(
-    pool2: ProcessPool, parallel_size: int
+    pool2: ProcessPool, parallel_size: int, frozen: str, tensors: int
 ) -> None:
-    names = [name for found in pool2.run(frozen_pieces, parallel_size) for name in found]
-    experts = [name for name in names if ".experts." in name]
-    assert len(experts) == len(set(experts)) == 2 * 2 * MOE.num_experts  # weights and biases
+    found = pool2.run(frozen_pieces, parallel_size, frozen)
+    experts = [name for names in found for name in names if ".experts." in name]
+    assert len(experts) == len(set(experts)) == 2 * tensors * MOE.num_experts

@@ -16,6 +16,7 @@ from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.vocabularies import MODEL_NAME
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS, Entries
+from pipeline.checkpoints.foreign.tensor_names import without_name
 from pipeline.errors import lacks_package
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 
@@ -72,7 +73,10 @@ def filled_specification(ctranslate2: ModuleType, source: ModelSource) -> Any:
         layernorm_embedding=model.embedding_norm,
     )
 
+    left = dict.fromkeys(source.tensors.names())
+
     def read(name: str) -> Tensor:
+        left.pop(name, None)
         return source.tensors.read(name).to(torch.float32)
 
     def fill_linear(linear: Any, name: str) -> Any:
@@ -117,4 +121,6 @@ def filled_specification(ctranslate2: ModuleType, source: ModelSource) -> Any:
             fill_linear(layer.ffn.linear_0, f"{prefix}.feed_forward.up")
             fill_linear(layer.ffn.linear_1, f"{prefix}.feed_forward.down")
             fill_norm(layer.ffn.layer_norm, f"{prefix}.feed_forward_norm")
+    if left:
+        raise without_name(source.origin, next(iter(left)))
     return spec

@@ -38,10 +38,14 @@ from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     VOCABULARY_FILE,
     Layout,
 )
-from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TABLE
+from pipeline.checkpoints.foreign.tensor_names import (
+    M2M100_TABLE,
+    NLLB_MOE_TABLE,
+    without_name,
+)
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.distributed.process import track
-from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.errors import ArtifactError
 from pipeline.languages import language
 from pipeline.model.parameters import num_parameters, tensor_shapes
 from pipeline.model.spec import ModelSpec
@@ -139,10 +143,7 @@ def foreign_tensors(source: ModelSource, layout: Layout) -> Iterator[tuple[str, 
     names = {name: table.to_theirs(name) for name in tensor_shapes(source.spec)}
     lacking = [name for name, theirs in names.items() if theirs is None]
     if lacking:
-        raise CheckpointError(
-            f"{source.origin} has the tensor {lacking[0]}, for which the format has no name. "
-            "Export it to another format."
-        )
+        raise without_name(source.origin, lacking[0])
     for name, theirs in track(names.items(), label="export"):
         assert theirs is not None
         value = source.tensors.read(name)

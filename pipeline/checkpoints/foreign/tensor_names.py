@@ -229,6 +229,14 @@ model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc2.{kind}  {stack}.lay
 """)  # noqa: E501 (a table)
 
 
+def without_name(origin: Path, name: str) -> CheckpointError:
+    """Return the refusal to export a tensor of a variant, which no format has."""
+    return CheckpointError(
+        f"{origin} has the tensor {name}, for which no format has a name. Export a model "
+        "without it."
+    )
+
+
 def with_output(table: NameTable, theirs: str, *, tied: bool) -> NameTable:
     """Return a table with the output projection, the embedding saved once more if tied."""
     ours = "embedding.weight" if tied else "embedding.output_weight"

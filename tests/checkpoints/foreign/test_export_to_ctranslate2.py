@@ -1,7 +1,9 @@
 """CTranslate2 computes and finds with an exported model what this project does."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ctranslate2
 import pytest
@@ -16,10 +18,11 @@ from pipeline.artifacts.tokenizer import tags
 from pipeline.checkpoints.checkpoint import ModelSource, own_source
 from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.foreign import export_to_ctranslate2
+from pipeline.checkpoints.foreign.export_to_ctranslate2 import filled_specification
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckpointError, ConfigError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as pretrained": {},
@@ -176,3 +179,13 @@ def test_the_languages_of_a_model_are_in_no_fixed_list(tmp_path: Path) -> None:
     peer = Peer(tmp_path / "out", source)
     found = peer.translate(LINES, Direction("en", "chr"), beam_size=1, max_decoding_length=5)
     assert {one.hypotheses[0][0] for one in found} == {"__chr__"}
+
+
+@pytest.mark.parametrize("name", ["encoder.layers.0.scale", "decoder.gate.weight"])
+def test_a_tensor_of_a_variant_is_not_left_out_in_silence(name: str, tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+    filled_specification(ctranslate2, source)
+    tensors = Mock(wraps=source.tensors)
+    tensors.names.return_value = [*source.tensors.names(), name]
+    with pytest.raises(CheckpointError, match=f"has the tensor {name}, for which no format"):
+        filled_specification(ctranslate2, replace(source, tensors=tensors))
