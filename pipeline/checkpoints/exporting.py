@@ -78,6 +78,7 @@ def export_checkpoint(
     source, targets = _without_groups(source, export)
     if export.to == "ctranslate2":
         export_to_ctranslate2.installed_package()
+    entries = entries_of(source.tokenizer, source.origin)  # before advice to take another format
     refuse_unwritable(source.origin, source.spec, to=export.to)
     card = Card(
         checkpoint=checkpoint,
@@ -97,7 +98,6 @@ def export_checkpoint(
         inputs={name: artifact.as_input for name, artifact in inputs.items()},
         overwrite=overwrite,
     ) as writer:
-        entries = entries_of(source.tokenizer, source.origin)
         if export.to == "ctranslate2":
             export_to_ctranslate2.write_model(writer.directory, source, entries)
             text = card.text(entries.tokens)

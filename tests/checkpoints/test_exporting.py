@@ -125,13 +125,17 @@ def test_a_feed_forward_of_one_s_own_is_refused_by_its_kind(
     assert str(raised.value) == f"{said}model."
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
-def test_vocabularies_of_bytes_and_of_two_sides_are_refused(to: Format, tmp_path: Path) -> None:
-    spec = tiny_spec(vocabulary=264).model_copy(
+def test_vocabularies_of_bytes_and_of_two_sides_are_refused(
+    to: Format, norm: Literal["pre", "post"], tmp_path: Path
+) -> None:
+    """Also where a setting alone would call for another format, which cannot have them either."""
+    spec = tiny_spec(vocabulary=264, model={"norm": norm}).model_copy(
         update={"pad_id": 0, "languages": ("de", "en", "fr", "ru")}
     )
     make_checkpoint(tmp_path / "bytes", build_model(spec))
-    own_checkpoint(tmp_path / "two", tokenizer=tokenizer_of_two())
+    own_checkpoint(tmp_path / "two", tokenizer=tokenizer_of_two(), norm=norm)
     for name, words in (("bytes", r"of bytes \(tokenizer.kind\)"), ("two", "vocabulary per side")):
         with pytest.raises(CheckpointError, match=words):
             export_checkpoint(tmp_path / name, out_dir=tmp_path / "out", export=Export(to=to))
