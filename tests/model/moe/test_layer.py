@@ -215,7 +215,7 @@ def on_cpu() -> Tensor:
             lambda router: setattr(router, "heat", nn.Parameter(torch.ones(()))),
             "heat .* dimens",
         ),
-        (lambda router: setattr(router, "drop", nn.Dropout(0.1)), "drop is a Dropout: its"),
+        (lambda router: setattr(router, "drop", nn.Dropout(0.1)), "drop is a Dropout, which draws"),
         *(
             (lambda router, rows=rows: setattr(router, "own", stack_of(rows)), "own.factor has the")
             for rows in (1, 5)
