@@ -65,9 +65,9 @@ COUNTS = {
 IDIOMS = {
     r"those of|that of": 0.08,  # 0.1
     r"alone": 0.05,  # 0.1
-    r"what is|what it|what they": 0.3,  # 0.3
+    r"what is|what it|what they": 0.29,  # 0.3
     r"beside": 0.09,  # 0.1
-    r"whose": 0.46,  # 0.6
+    r"whose": 0.42,  # 0.6
     r"one of|ones|the one": 0.71,  # 0.9
     r"so that": 0.44,  # 0.5
 }
@@ -89,6 +89,31 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/evaluation", 7, "someone whose sets of languages are absent"),
+    ("data_prep", 24, "someone who names what is not there"),
+    ("pipeline/artifacts", 29, "someone with folders that cannot be read"),
+    ("pipeline/jobs", 98, "an operator with a site of modules and setups"),
+    ("pipeline/kernels", 19, "who translates single sentences in 8 bits on a CPU"),
+    ("pipeline/decoding", 49, "who translates single sentences in 8 bits on a CPU"),
+    ("pipeline/training", 23, "someone with a loss or router of their own"),
+    ("pipeline/checkpoints/foreign", 15, "someone who holds a folder of an inner model"),
+    ("pipeline/model", 51, "someone whose router has state or other types"),
+    ("pipeline/estimates", 29, "who estimates a module of their own"),
+    ("pipeline/cli", 46, "someone who mistypes an option"),
+    ("pipeline/checkpoints", 3, "someone who prunes a router of their own"),
+    ("pipeline/checkpoints/assembly", 4, "someone who declares new languages"),
+    ("pipeline/batching", 13, "someone who validates zero-shot pairs"),
+    ("pipeline/distributed", 4, "an operator with a site of modules and setups"),
+    ("pipeline/stages", 20, "someone who mistypes a language"),
+    ("pipeline", 13, "someone who names what is not there"),
+    ("pipeline/serving", 14, "someone who serves some of the targets"),
+    ("pipeline data_prep", 596, "all of the above: what users in six roles met"),
+    ("tests", 1292, "someone who meets what roles tried"),
+    ("tests/bench", 14, "who names a result file that cannot be written"),
+    ("tests/whole", 34, "someone who meets what roles tried"),
+    ("pages", 8, "someone who follows the pages"),
+    ("error messages", 17, "someone who needs to know what to do"),
+    ("imports inside functions", 1, "who starts a command without compiled loops"),
     ("pipeline/distributed", 14, "someone whose own score holds a lambda function"),
     ("pipeline data_prep", 14, "someone whose own score holds a lambda function"),
     ("error messages", 1, "someone whose checkpoint has what no code reads"),
