@@ -13,20 +13,14 @@ experts.
 
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import (
-    LOOP_COST,
-    over_rows,
-    side_by_side,
-    threads_worth,
-    uses_loops,
-)
+from pipeline.kernels.cpu import side_by_side, threads_worth
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
@@ -43,47 +37,22 @@ WORTH_THREADS = 2**21
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32.
+    """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
 
-    ``for_single_rows``: keep the weights a second time, as a loop for one row reads them.
-    """
-
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, for_single_rows: bool = False
-    ) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         super().__init__()
         self.bias_O = None if bias_O is None else bias_O.detach().float()
-        quantized = _quantized(weight_OI.detach().float())
-        self.packed = _packed(quantized)
+        self.packed = _packed(weight_OI.detach().float())
         self.outputs = len(weight_OI)
-        self.number_OI = quantized.int_repr() if for_single_rows else None
-        self.scale_O = quantized.q_per_channel_scales().float() / LARGEST
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
         scaled, largest = _scaled(x)
-        if self.number_OI is not None and x.numel() == x.shape[-1] and uses_loops(x):
-            y = self._of_one_row(scaled, self.number_OI)
-        else:
-            with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
-                y = _product(scaled, self.packed)
+        with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
+            y = _product(scaled, self.packed)
         if self.bias_O is None:
             return y.mul_(largest)
         return torch.addcmul(self.bias_O, y, largest, out=y)
-
-    def _of_one_row(self, scaled: Tensor, number_OI: Tensor) -> Tensor:
-        """Return what :func:`_product` does of one row, by a loop that waits for weights less."""
-        from pipeline.kernels.compiled_loops import multiply_in_8_bits
-
-        y = scaled.new_empty(*scaled.shape[:-1], self.outputs)
-        row_I = (scaled.flatten() * LARGEST).round_().to(torch.int8).numpy()
-        weights, y_O = number_OI.numpy(), y.numpy().reshape(-1)
-
-        def serve(first: int, last: int) -> None:
-            multiply_in_8_bits(row_I, weights, first, last, y_O)
-
-        over_rows(serve, self.outputs, cost_of_row=len(row_I) * LOOP_COST)
-        return y.mul_(self.scale_O)
 
 
 class QuantizedExperts(nn.Module):
@@ -108,8 +77,7 @@ class QuantizedStack(nn.Module):
     def __init__(self, linear: StackedLinear) -> None:
         super().__init__()
         self.bias_EO = linear.bias.detach().float()
-        weight_EOI = linear.weight.detach().float()
-        self.packed_E = [_packed(_quantized(weight_OI)) for weight_OI in weight_EOI]
+        self.packed_E = [_packed(weight_OI) for weight_OI in linear.weight.detach().float()]
 
     def forward(self, x_RI: Tensor, rows_E: Tensor) -> Tensor:
         """Apply each expert to its slice of ``rows_E`` rows, (R, O)."""
@@ -135,14 +103,8 @@ def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_half else torch.float32
 
 
-def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
+def quantize(model: Transformer) -> None:
     """Replace a model's linear layers and experts by 8-bit ones, in place.
-
-    Args:
-        model: model on the CPU.
-        for_single_rows: whether linear layers keep their weights twice, for searches with one row
-            at a time, for example greedy search for one sentence. Processors with AMX do not: their
-            products of one row are faster than a loop.
 
     Raises:
         ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
@@ -156,38 +118,30 @@ def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
             'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
             'Set "float32" or "bfloat16".'
         )
-    has_amx = torch.cpu._is_amx_tile_supported()
-    made = partial(QuantizedLinear, for_single_rows=for_single_rows and not has_amx)
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     of_routers = {id(module) for layer in layers for module in layer.router.modules()}
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is Linear and id(child) not in of_routers:  # no language module
-                setattr(module, name, made(child.weight, child.bias))
+                setattr(module, name, QuantizedLinear(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
     if table_VD is not None:
-        embedding.projection = made(table_VD, None)
+        embedding.projection = QuantizedLinear(table_VD, None)
 
 
-def _quantized(weight_OI: Tensor) -> Tensor:
-    """Quantize weights by the largest magnitude of each output."""
+def _packed(weight_OI: Tensor) -> Any:
+    """Pack quantized weights for the product."""
     scale_O = weight_OI.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
     zero_O = torch.zeros(len(scale_O), dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that quantized tensors will move
-        return torch.quantize_per_channel(
+        quantized = torch.quantize_per_channel(
             weight_OI, scale_O.double(), zero_O, axis=0, dtype=torch.qint8
         )
-
-
-def _packed(quantized_OI: Tensor) -> Any:
-    """Pack quantized weights for the product."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.ops.quantized.linear_prepack(quantized_OI, None)
+        return torch.ops.quantized.linear_prepack(quantized, None)
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,23 +102,6 @@ def attend_entries(
         context_RHK[row] = total_HK
 
 
-@compiled()
-def multiply_in_8_bits(
-    row_I: npt.NDArray[np.int8],
-    weight_OI: npt.NDArray[np.int8],
-    first: int,
-    last: int,
-    y_O: States,
-) -> None:
-    """Fill in outputs ``first`` to ``last`` (exclusive) of W x."""
-    for o in range(first, last):
-        weight_I, total = weight_OI[o], np.int32(0)
-        for i in range(len(row_I)):
-            total += np.int32(np.int32(weight_I[i]) * np.int32(row_I[i]))
-        # numba adds in 64 bits; if the lower half is asked for, LLVM computes no more.
-        y_O[o] = np.int32(total)
-
-
 @numba.njit(inline="always")
 def insert(value: Any, token: int, best_C: States, token_C: Integers) -> None:
     """Insert a value above the last into values in descending order, after its equals."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pipeline.batching.batch import collate
 from pipeline.decoding.quantization import QuantizedLinear, QuantizedStack, quantize
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.products import Linear
 from pipeline.model.building import shape_of_model
 from pipeline.model.moe.experts import Experts, StackedLinear
@@ -82,23 +81,6 @@ def test_a_row_is_computed_as_if_it_were_alone() -> None:
     assert not together[3].any()
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_layer_for_single_rows_gives_what_the_others_give(has_bias: bool) -> None:
-    torch.manual_seed(5)
-    given = torch.randn(24, 80), torch.randn(24) if has_bias else None
-    packed, ours = QuantizedLinear(*given), QuantizedLinear(*given, for_single_rows=True)
-    x_RI = torch.randn(5, 80) * torch.tensor([1e-3, 1.0, 1e3, 0.0, 1.0])[:, None]
-    for x_I in x_RI:
-        expected = packed(x_I[None])
-        torch.testing.assert_close(ours(x_I[None]), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours(x_I), expected[0], rtol=1e-5, atol=1e-5)
-    assert torch.equal(ours(x_RI), packed(x_RI))
-    with sparing_loops():
-        assert torch.equal(ours(x_RI[:1]), packed(x_RI[:1]))
-    x_RI[0, 7] = torch.nan
-    assert ours(x_RI[:1]).isnan().all()
-
-
 def test_rows_are_scaled_whatever_they_hold() -> None:
     torch.manual_seed(4)
     weight_OI, bias_O = torch.randn(8, 16), torch.randn(8)
@@ -132,7 +114,7 @@ def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
 @pytest.mark.parametrize(("beam_size", "kind"), [(1, "dense"), (4, "moe"), (4, "moe-lgr")])
 def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind, beam_size: int) -> None:
     model = model_of(kind, seed=3)
-    quantize(model, for_single_rows=beam_size == 1)
+    quantize(model)
     examples = random_examples(model.spec, sentences=5, seed=4, shortest=1, longest=20)
     together = translate(model, examples, beam_size=beam_size)
     for example, found in zip(examples, together, strict=True):
