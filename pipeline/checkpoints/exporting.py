@@ -19,6 +19,7 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     open_artifact,
 )
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint, own_source
 from pipeline.checkpoints.foreign import export_to_ctranslate2, export_to_hugging_face
 from pipeline.checkpoints.foreign.export_to_hugging_face import Card
@@ -78,8 +79,7 @@ def export_checkpoint(
     source, targets = _without_groups(source, export)
     if export.to == "ctranslate2":
         export_to_ctranslate2.installed_package()
-    entries = entries_of(source.tokenizer, source.origin)  # before advice to take another format
-    refuse_unwritable(source.origin, source.spec, to=export.to)
+    refuse_unwritable(source.origin, source.spec, to=export.to, tokenizer=source.tokenizer)
     card = Card(
         checkpoint=checkpoint,
         spec=source.spec,
@@ -98,6 +98,7 @@ def export_checkpoint(
         inputs={name: artifact.as_input for name, artifact in inputs.items()},
         overwrite=overwrite,
     ) as writer:
+        entries = entries_of(source.tokenizer, source.origin)
         if export.to == "ctranslate2":
             export_to_ctranslate2.write_model(writer.directory, source, entries)
             text = card.text(entries.tokens)
@@ -111,10 +112,14 @@ def export_checkpoint(
     return source
 
 
-def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
+def refuse_unwritable(
+    origin: Path, spec: ModelSpec, *, to: Format, tokenizer: TokenizerFiles | None = None
+) -> None:
     """Raise CheckpointError if a format does not support a setting of a model."""
     for setting, found, possible in _unsupported(spec, to):
         others = [other for other in FORMATS if not _unsupported(spec, other)]
+        if others and tokenizer is not None:
+            entries_of(tokenizer, origin)  # no format may have its vocabulary
         fix = f"Export it --to {others[0]}." if others else "No format supports this model."
         values = " or ".join(map(repr, possible))
         raise CheckpointError(
