@@ -44,8 +44,7 @@ class PairSize:
         """Return the expected size of a sentence in a batch.
 
         It is the mean number of tokens of the longer side plus 2, for end-of-sentence and a
-        language token. Batches also hold padding: a tenth in large windows, a third in
-        small windows.
+        language token. Batches also hold padding, and more of it in small windows.
         """
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
