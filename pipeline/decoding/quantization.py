@@ -13,14 +13,14 @@ experts.
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import side_by_side, threads_worth
+from pipeline.kernels.cpu import side_by_side, threads_worth, uses_loops
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
@@ -39,20 +39,43 @@ WORTH_THREADS = 2**21
 class QuantizedLinear(nn.Module):
     """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, for_single_rows: bool = False
+    ) -> None:
+        """Quantize the weights; keep them twice ``for_single_rows`` unless they are worth threads.
+
+        The second copy is for a loop that scales, rounds, multiplies and adds the bias of a row in
+        one call: in a greedy search for one sentence, calling operators takes most of the time.
+        """
         super().__init__()
         self.bias_O = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
         self.outputs = len(weight_OI)
+        self.has_loop = for_single_rows and weight_OI.numel() < WORTH_THREADS
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
+        if self.has_loop and x.numel() == x.shape[-1] and uses_loops(x):
+            y = x.new_empty(*x.shape[:-1], self.outputs)
+            multiply, *of_layer = self._loop
+            multiply(x.numpy().reshape(-1), *of_layer, LARGEST, y.numpy().reshape(-1))
+            return y
         scaled, largest = _scaled(x)
         with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
             y = _product(scaled, self.packed)
         if self.bias_O is None:
             return y.mul_(largest)
         return torch.addcmul(self.bias_O, y, largest, out=y)
+
+    @cached_property
+    def _loop(self) -> tuple[Any, ...]:
+        """The loop for one row, and the weights, scales and bias that it takes."""
+        from pipeline.kernels.compiled_loops import multiply_in_8_bits
+
+        weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
+        bias_O = None if self.bias_O is None else self.bias_O.numpy()
+        scale_O = weight_OI.q_per_channel_scales().float()
+        return multiply_in_8_bits, weight_OI.int_repr().numpy(), scale_O.numpy(), bias_O
 
 
 class QuantizedExperts(nn.Module):
@@ -103,8 +126,13 @@ def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_half else torch.float32
 
 
-def quantize(model: Transformer) -> None:
+def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
     """Replace a model's linear layers and experts by 8-bit ones, in place.
+
+    Args:
+        model: model on the CPU.
+        for_single_rows: whether small layers keep their weights twice, for searches with one row
+            at a time, for example greedy search for one sentence.
 
     Raises:
         ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
@@ -118,18 +146,19 @@ def quantize(model: Transformer) -> None:
             'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
             'Set "float32" or "bfloat16".'
         )
+    quantized = partial(QuantizedLinear, for_single_rows=for_single_rows)
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     of_routers = {id(module) for layer in layers for module in layer.router.modules()}
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is Linear and id(child) not in of_routers:  # no language module
-                setattr(module, name, QuantizedLinear(child.weight, child.bias))
+                setattr(module, name, quantized(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
     if table_VD is not None:
-        embedding.projection = QuantizedLinear(table_VD, None)
+        embedding.projection = quantized(table_VD, None)
 
 
 def _packed(weight_OI: Tensor) -> Any:

@@ -120,7 +120,7 @@ class Translator:
         dtype = weight_dtype(config.precision, device)
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
         if config.precision == "int8":
-            quantize(self.model)
+            quantize(self.model, for_single_rows=config.rows == 1)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Most tokens of text that the model takes at once."""
         parts_words = spec.model.front.parts_words

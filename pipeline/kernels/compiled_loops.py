@@ -102,6 +102,36 @@ def attend_entries(
         context_RHK[row] = total_HK
 
 
+@compiled(error_model="numpy")  # no divisor is 0, and checking keeps the loop from vectorizing
+def multiply_in_8_bits(
+    x_I: States,
+    weight_OI: npt.NDArray[np.int8],
+    scale_O: States,
+    bias_O: States | None,
+    levels: int,
+    y_O: States,
+) -> None:
+    """Compute x Wᵀ + b of one row, which is rounded to ``levels`` whole numbers of either sign.
+
+    The largest magnitude is found among bits as integers: that vectorizes, and NaN is the largest.
+    """
+    bits_I, largest_bits = x_I.view(np.int32), np.int32(0x00800000)  # the smallest normal number
+    for i in range(len(bits_I)):
+        largest_bits = max(largest_bits, np.int32(bits_I[i] & np.int32(0x7FFFFFFF)))
+    largest, step = np.int32(largest_bits).view(np.float32), np.float32(levels)
+    rounded_I = np.empty(len(x_I), np.int8)
+    for i in range(len(x_I)):
+        rounded_I[i] = np.int8(np.rint(x_I[i] / largest * step))
+    for o in range(len(y_O)):
+        weight_I = weight_OI[o]
+        total = np.int32(0)
+        for i in range(len(weight_I)):
+            total += np.int32(np.int32(weight_I[i]) * np.int32(rounded_I[i]))
+        # numba adds in 64 bits; of a sum whose lower half is asked for, LLVM computes no more.
+        y = np.float32(np.int32(total)) * (scale_O[o] / step) * largest
+        y_O[o] = y if bias_O is None else y + bias_O[o]
+
+
 @numba.njit(inline="always")
 def insert(value: Any, token: int, best_C: States, token_C: Integers) -> None:
     """Insert a value above the last into values in descending order, after its equals."""

@@ -90,7 +90,7 @@ def ctranslate2_rows(options: Options) -> list[Row]:
                 lines = examples[:sentences]
                 searched = copy.deepcopy(model.eval())
                 if kind == "int8":
-                    quantize(searched)
+                    quantize(searched, for_single_rows=beams == 1)  # as a translator does
                 asked: dict[str, Any] = {
                     "beams": beams,
                     "new_tokens": new_tokens,

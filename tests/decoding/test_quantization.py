@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeline.batching.batch import collate
 from pipeline.decoding.quantization import QuantizedLinear, QuantizedStack, quantize
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.products import Linear
 from pipeline.model.building import shape_of_model
 from pipeline.model.moe.experts import Experts, StackedLinear
@@ -81,6 +82,26 @@ def test_a_row_is_computed_as_if_it_were_alone() -> None:
     assert not together[3].any()
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_single_row_by_the_loop_is_what_operators_give(has_bias: bool) -> None:
+    torch.manual_seed(5)
+    weight_OI, bias_O = torch.randn(24, 80), torch.randn(24) if has_bias else None
+    packed = QuantizedLinear(weight_OI, bias_O)
+    ours = QuantizedLinear(weight_OI, bias_O, for_single_rows=True)
+    x_RI = torch.randn(6, 80) * torch.tensor([1e-42, 1e-3, 1.0, 1e3, 0.0, 1e30])[:, None]
+    for x_I in x_RI:
+        expected = packed(x_I[None])
+        torch.testing.assert_close(ours(x_I[None]), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(x_I), expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours(x_RI), packed(x_RI))
+    with sparing_loops():
+        assert torch.equal(ours(x_RI[:1]), packed(x_RI[:1]))
+    x_RI[0, 7] = torch.nan
+    assert ours(x_RI[:1]).isnan().all()
+    largest = QuantizedLinear(torch.ones(3, 80), None, for_single_rows=True)
+    torch.testing.assert_close(largest(torch.ones(1, 80)), torch.full((1, 3), 80.0))
+
+
 def test_rows_are_scaled_whatever_they_hold() -> None:
     torch.manual_seed(4)
     weight_OI, bias_O = torch.randn(8, 16), torch.randn(8)
@@ -114,7 +135,7 @@ def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
 @pytest.mark.parametrize(("beam_size", "kind"), [(1, "dense"), (4, "moe"), (4, "moe-lgr")])
 def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind, beam_size: int) -> None:
     model = model_of(kind, seed=3)
-    quantize(model)
+    quantize(model, for_single_rows=beam_size == 1)
     examples = random_examples(model.spec, sentences=5, seed=4, shortest=1, longest=20)
     together = translate(model, examples, beam_size=beam_size)
     for example, found in zip(examples, together, strict=True):
