@@ -14,6 +14,7 @@ from pipeline.kernels.expert_products import (
     ExpertWeights,
     grouped_feed_forward,
     padded_feed_forward,
+    serve_rows,
 )
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.experts import Experts
@@ -107,9 +108,15 @@ def test_products_of_all_experts_at_once_equal_autograd_over_single_experts(
     assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears), atol=1e-5)
 
 
-@pytest.mark.parametrize("serve", [grouped_feed_forward, padded_feed_forward])
+def one_by_one(
+    x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
+) -> Tensor:
+    return serve_rows(x_RD, count_E.tolist(), weights, activation=activation)
+
+
+@pytest.mark.parametrize("serve", [grouped_feed_forward, padded_feed_forward, one_by_one])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_products_of_all_experts_at_once_are_near_in_half_precision(
+def test_products_of_experts_are_near_in_half_precision(
     counts: list[int], serve: AllAtOnce
 ) -> None:
     """Gradients included; those of experts without rows are zero."""
