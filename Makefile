@@ -16,15 +16,23 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --durations 30
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo check test test-cluster test-extras test-faults lint docs pictures bench clean
+.PHONY: demo check test fast-tests most-tests test-cluster test-extras test-faults
+.PHONY: lint style types docs pictures bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run demo
 
-check: lint
+# mypy, which takes a minute without a cache and one core, runs next to the tests.
+check: style
+	$(MAKE) --jobs 2 types fast-tests
+
+test: style
+	$(MAKE) --jobs 2 types most-tests
+
+fast-tests:
 	$(PYTEST) $(PARALLEL) -m "not slow and not cluster" --ignore tests/faults
 
-test: lint
+most-tests:
 	$(PYTEST) $(PARALLEL) -m "not cluster" --ignore tests/faults
 
 test-cluster: $(VENV)/installed-dev
@@ -60,9 +68,13 @@ test-faults: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) --every-case tests/faults/test_fuzz.py tests/whole/test_readers_sweep.py
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/soak.py --minutes 5 --seed 1
 
-lint: $(VENV)/installed-dev
+lint: style types
+
+style: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/installed-docs

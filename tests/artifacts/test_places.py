@@ -276,7 +276,7 @@ LOOP = [("data/raw", "raw", ""), ("runs", "link", "runs/clean")]
 
 @pytest.mark.slow
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
