@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from pipeline.distributed import process
-from pipeline.distributed.process import handled_by
+from pipeline.distributed.process import handled_by, in_thread
 from pipeline.distributed.watchdog import Peers, Watch, open_store
 from pipeline.errors import ConfigError, UserError, describe_os_error
 
@@ -351,11 +351,14 @@ def distributed_world(
     settings = lazy | world.environment()
     with _environment(settings), watch.armed() if watch else contextlib.nullcontext():
         try:
-            torch.distributed.init_process_group(
-                backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timedelta(seconds=timeout_seconds),
+            # It waits for the other ranks in C++: a stop would have to wait, too.
+            in_thread(
+                lambda: torch.distributed.init_process_group(
+                    backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    rank=world.rank,
+                    world_size=world.size,
+                    timeout=timedelta(seconds=timeout_seconds),
+                )
             )
         except torch.distributed.DistNetworkError as error:
             refuse_taken_port(error, world)
