@@ -124,9 +124,9 @@ def own_rank() -> int:
         rank = rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
         return 0
-    # No launcher sets RANK outside WORLD_SIZE: a variable that was left does not silence a command.
-    is_left = "RANK" in os.environ and not 0 <= rank < (launched_size(os.environ) or 0)
-    return 0 if is_left else rank
+    # No launcher sets a rank outside its world: a variable that was left silences no command.
+    unknown = 0 if "RANK" in os.environ else rank + 1
+    return rank if 0 <= rank < (launched_size(os.environ) or unknown) else 0
 
 
 def launched_size(environment: Mapping[str, str]) -> int | None:
@@ -180,7 +180,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
     size = _first(environment, _SIZE_NAMES["SLURM_PROCID"])
     port = slurm_port(integer(environment, "SLURM_JOB_ID"))
     return World(
-        rank=integer(environment, "SLURM_PROCID"),
+        rank=integer(environment, "SLURM_PROCID", among=range(size)),
         size=size,
         local_rank=integer(environment, "SLURM_LOCALID"),
         local_size=_slurm_local_size(environment, size=size),
@@ -309,7 +309,7 @@ def integer(
 def _first(environment: Mapping[str, str], names: Sequence[str]) -> int:
     """Return the first of some variables that is set; 1 without any."""
     found = next((name for name in names if name in environment), None)
-    return 1 if found is None else integer(environment, found)
+    return 1 if found is None else integer(environment, found, among=range(1, 2**31))
 
 
 def _port(environment: Mapping[str, str]) -> int:

@@ -194,6 +194,9 @@ def test_under_srun_the_first_host_of_scontrol_and_a_port_from_the_job_are_used(
         ("SLURM_NODEID", "3", "a whole number from 0 to 2 is wanted"),
         ("SLURM_NODEID", "-1", "a whole number from 0 to 2 is wanted"),
         ("SLURM_JOB_ID", "x", "a whole number is wanted"),
+        ("SLURM_PROCID", "7", "a whole number from 0 to 6 is wanted"),
+        ("SLURM_PROCID", "-1", "a whole number from 0 to 6 is wanted"),
+        ("SLURM_NTASKS", "0", "a whole number from 1 to 2,147,483,647 is wanted"),
     ],
 )
 def test_what_slurm_never_sets_is_named(name: str, text: str, wanted: str) -> None:
