@@ -429,9 +429,10 @@ def show_commands(
 def cancel_jobs(
     resolved: ResolvedPlan, stages: Collection[str], *, say: Callable[[str], None] = print
 ) -> None:
-    """Cancel the waiting and running jobs of a plan, or of some of its stages.
+    """Cancel the waiting and running jobs of a plan, or of some stages.
 
-    SLURM then cancels the jobs that depend on them. A running stage saves its state.
+    Unless they are named, jobs that another plan submitted to the same folder stay. SLURM then
+    cancels the jobs that depend on canceled ones. A running stage saves its state.
 
     Raises:
         ArtifactError: nothing was submitted.
@@ -440,11 +441,19 @@ def cancel_jobs(
     """
     record = _submitted(resolved, dict.fromkeys(stages, "--only"))
     live = live_jobs(record)
-    chosen = {name: job for name, job in live.items() if not stages or name in stages}
-    slurm_commands.cancel([job.id for job in chosen.values()])
-    for name, job in chosen.items():
-        say(f"{name}: canceled job {job.id}")
-    if not chosen:
+    owners = {name: record.stages[name].plan for name in live}
+    chosen = [
+        name
+        for name in live
+        if name in stages or (not stages and owners[name] in ("", resolved.plan.name))
+    ]
+    slurm_commands.cancel([live[name].id for name in chosen])
+    for name in chosen:
+        say(f"{name}: canceled job {live[name].id}")
+    others = [name for name in live if not stages and name not in chosen]
+    for name in others:
+        say(f"{name}: job {live[name].id} of plan {owners[name]} stays; --only {name} cancels it")
+    if not chosen and not others:
         say("No job waits or runs.")
 
 

@@ -627,6 +627,24 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
             look()
 
 
+def test_cancel_leaves_the_jobs_of_another_plan_in_the_same_folder(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(one_stage(out))
+    other = out.with_name("other.toml")
+    renamed = GRAPH.replace('"corpus"', '"texts"').replace("corpus = { run", "texts = { run")
+    other.write_text(renamed, encoding="utf-8")
+    plan = resolve_plan(load_plan(str(other)), out_dir=out, auto="cpu_fp32")
+    submit(plan.chosen(only=["texts"]))
+    ids, said = slurm.ids(), list[str]()
+    cancel_jobs(plan, [], say=said.append)
+    stays = f"corpus: job {ids['corpus']} of plan graph stays; --only corpus cancels it"
+    assert said == [f"texts: canceled job {ids['texts']}", stays]
+    assert slurm.live() == {"corpus": ids["corpus"]}
+    cancel_jobs(plan, ["corpus"])
+    assert not slurm.live()
+
+
 @pytest.mark.parametrize(("stage", "row"), [("moe", "waiting"), ("dense", "running")])
 def test_the_job_of_a_stage_that_left_the_plan_is_shown_and_can_be_canceled(
     slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch, stage: str, row: str
