@@ -483,6 +483,8 @@ def test_the_keys_of_a_ds_configs_sections_are_deepspeeds(section: str) -> None:
         ({"bf16": {"enable": True}}, "bf16 has an unknown key 'enable'. Did you mean 'enabled'?"),
         ({"bf16": {"enabled": "yes"}}, 'bf16.enabled is "yes". Use true or false'),
         ({"csv_monitor": {"jobname": "x"}}, "Did you mean 'job_name'?"),
+        ({"csv_monitor": {"output_path": 5}}, "csv_monitor.output_path is 5. Use a text."),
+        ({"wandb": {"team": None}}, "wandb.team is null. Use a text."),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "Did you mean 'grad_accum_dtype'?"),
         ({"zero_optimization": {"stage": True}}, "ZeRO stage true. Use 1 or 2"),
         *(

@@ -5,6 +5,7 @@ there as its last act, and the launcher prints the errors of all ranks, each tex
 the rank prints its error itself.
 """
 
+import errno
 import os
 import re
 import signal
@@ -33,6 +34,8 @@ from pipeline.errors import (
 )
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
+_BROKEN_STORAGE = (errno.EIO, errno.ESTALE)
+"""Errors of a disk or a file server, after which a job is worth another start on other nodes."""
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
@@ -94,8 +97,9 @@ def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads
         reports.write_or_print("lost" if isinstance(error, RankLost) else "failed", error)
         return EXIT_USER_ERROR
     except OSError as error:
-        if error.errno not in UNWRITABLE:
-            reports.write_crash(error)
+        if error.errno not in UNWRITABLE and (
+            reports.write_crash(error) or error.errno not in _BROKEN_STORAGE
+        ):
             raise
         _give_up_output()
         reports.write_or_print("failed", _describe_os_error(error))

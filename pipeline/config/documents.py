@@ -223,7 +223,8 @@ def write_whole(path: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
+        error.filename = str(path)  # a full disk names no file
         with suppress(OSError):
             temporary.unlink()
         raise

@@ -78,6 +78,9 @@ SWITCHES = (
 )
 """Keys of the sections with the values true and false."""
 
+TEXTS = ("output_path", "job_name", "group", "team", "project")
+"""Keys of the sections with texts as values."""
+
 FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
     "loss_scale": (0, 2**32),
     "initial_scale_power": (0, 32),
@@ -249,6 +252,8 @@ def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
             raise no_such(f"The ds_config's {name} has an unknown key", key, known)
         if known and key in SWITCHES and not isinstance(value, bool):
             _refuse(f"{name}.{key}", value, "true or false")
+        if known and key in TEXTS and (not isinstance(value, str) or "\0" in value):
+            _refuse(f"{name}.{key}", value, "a text")
     for key in BUCKETS if name == "zero_optimization" else ():
         size = section.get(key, 1)
         is_number = isinstance(size, int | float) and not isinstance(size, bool)

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -353,6 +354,23 @@ def interruptible() -> AbstractContextManager[None]:
 
 def _interrupt(number: signal.Signals) -> NoReturn:
     raise Interrupted(f"stopped by {number.name}")
+
+
+def in_thread(action: Callable[[], T]) -> T:
+    """Run an action that waits in native code, where no handler of a signal can run.
+
+    A handler that raises ends the wait; the thread goes on until the process ends (``leave``).
+    """
+    result = Future[T]()
+
+    def act() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    return result.result()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from pipeline.distributed import process
-from pipeline.distributed.process import handled_by
+from pipeline.distributed.process import handled_by, in_thread
 from pipeline.distributed.watchdog import Peers, Watch, open_store
 from pipeline.errors import ConfigError, UserError, describe_os_error
 
@@ -124,9 +124,9 @@ def own_rank() -> int:
         rank = rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
         return 0
-    # No launcher sets RANK outside WORLD_SIZE: a variable that was left does not silence a command.
-    is_left = "RANK" in os.environ and not 0 <= rank < (launched_size(os.environ) or 0)
-    return 0 if is_left else rank
+    # No launcher sets a rank outside its world: a variable that was left silences no command.
+    unknown = 0 if "RANK" in os.environ else rank + 1
+    return rank if 0 <= rank < (launched_size(os.environ) or unknown) else 0
 
 
 def launched_size(environment: Mapping[str, str]) -> int | None:
@@ -180,7 +180,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
     size = _first(environment, _SIZE_NAMES["SLURM_PROCID"])
     port = slurm_port(integer(environment, "SLURM_JOB_ID"))
     return World(
-        rank=integer(environment, "SLURM_PROCID"),
+        rank=integer(environment, "SLURM_PROCID", among=range(size)),
         size=size,
         local_rank=integer(environment, "SLURM_LOCALID"),
         local_size=_slurm_local_size(environment, size=size),
@@ -309,7 +309,7 @@ def integer(
 def _first(environment: Mapping[str, str], names: Sequence[str]) -> int:
     """Return the first of some variables that is set; 1 without any."""
     found = next((name for name in names if name in environment), None)
-    return 1 if found is None else integer(environment, found)
+    return 1 if found is None else integer(environment, found, among=range(1, 2**31))
 
 
 def _port(environment: Mapping[str, str]) -> int:
@@ -351,11 +351,14 @@ def distributed_world(
     settings = lazy | world.environment()
     with _environment(settings), watch.armed() if watch else contextlib.nullcontext():
         try:
-            torch.distributed.init_process_group(
-                backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timedelta(seconds=timeout_seconds),
+            # It waits for the other ranks in C++: a stop would have to wait, too.
+            in_thread(
+                lambda: torch.distributed.init_process_group(
+                    backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    rank=world.rank,
+                    world_size=world.size,
+                    timeout=timedelta(seconds=timeout_seconds),
+                )
             )
         except torch.distributed.DistNetworkError as error:
             refuse_taken_port(error, world)

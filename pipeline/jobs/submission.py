@@ -67,6 +67,8 @@ class JobRecord(Settings):
     """Digest of everything that it was submitted with."""
     submitted: str
     """UTC, ISO 8601."""
+    plan: str = ""
+    """The plan's name; empty in records of earlier versions."""
 
 
 class JobsRecord(Settings):
@@ -75,7 +77,7 @@ class JobsRecord(Settings):
     ds_config: str
     """The ds_config that ``auto`` stands for on the cluster."""
     folder: str = ""
-    """The plan's folder; empty in records of earlier versions."""
+    """The plan's folder as first named; empty in records of earlier versions."""
     stages: dict[str, JobRecord] = Field(default_factory=dict)
 
     def with_job(self, stage: str, record: JobRecord) -> "JobsRecord":
@@ -101,8 +103,10 @@ def read_jobs(plan_dir: Path) -> JobsRecord | None:
     except ValidationError as error:
         raise ArtifactError(f"{path} is no record of jobs. {fix[0].upper()}{fix[1:]}.") from error
     is_there = os.access(record.folder, os.F_OK)  # else it was moved
-    is_copy = is_there and not plan_dir.samefile(record.folder)
-    return record.model_copy(update={"stages": {}}) if is_copy else record
+    if is_there and plan_dir.samefile(record.folder):
+        return record
+    stages = {} if is_there else record.stages
+    return record.model_copy(update={"folder": str(plan_dir), "stages": stages})
 
 
 def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
@@ -184,8 +188,7 @@ class _Submission:
         refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
         out_dir = self.resolved.out_dir
-        record = read_jobs(out_dir) or JobsRecord(ds_config=ds_config)
-        self.record = record.model_copy(update={"folder": str(out_dir)})
+        self.record = read_jobs(out_dir) or JobsRecord(ds_config=ds_config, folder=str(out_dir))
         self.jobs = live_jobs(self.record) if self._asks else {}
 
     def decisions(self) -> list[Decision]:
@@ -238,7 +241,7 @@ class _Submission:
         same_work = record.work == work_digest(self.resolved, task) and not is_renewed
         if same_work and _is_ending(task, job):
             return False
-        if same_work and (job.runs or record.command == command_digest(task, request)):
+        if same_work and (job.runs or record.command == self.command_digest(task, request)):
             return True
         if job.runs and task.stage.trains and task.name not in self._rebuild:
             raise ArtifactError(
@@ -246,6 +249,18 @@ class _Submission:
                 f"it, stop it with `mmnmt cancel`, or pass --rebuild {task.name}."
             )
         return False
+
+    def command_digest(self, task: Task, request: Request) -> str:
+        """Return the digest of everything that a job is submitted with, and of all its settings.
+
+        Recipe, ``--set`` and ds_config count by the settings, inputs by ``work_digest``, and the
+        output by the folder as first named: from elsewhere their paths may be spelled otherwise.
+        """
+        workers = tuple(w for w in request.arguments if w.startswith(("--processes=", "--mpi")))
+        plain = replace(request, token="", arguments=workers, folder=Path(), log=Path())
+        plain = replace(plain, after_done=(), after_end=())
+        places = [self.record.folder, plain.command(), dict(request.environment)]
+        return json_digest([*places, dict(task.config)])
 
     def _request(self, task: Task, *, replaces: bool) -> Request:
         arguments = [a for a in stage_arguments(self.resolved, task) if a != "--overwrite"]
@@ -291,17 +306,6 @@ def work_digest(resolved: ResolvedPlan, task: Task) -> str:
             "inputs": {**sources, **places},
         }
     )
-
-
-def command_digest(task: Task, request: Request) -> str:
-    """Return the digest of everything that a job is submitted with, and of all its settings.
-
-    ``--set`` may change settings that the stage does not read; its effect is in the settings.
-    """
-    words = [word for word in request.arguments if word not in _REPLACES]
-    arguments = tuple(word for word in words if not word.startswith("--set="))
-    plain = replace(request, token="", arguments=arguments, after_done=(), after_end=())
-    return json_digest([plain.command(), dict(request.environment), dict(task.config)])
 
 
 def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
@@ -356,8 +360,9 @@ def submit_plan(
                 job = JobRecord(
                     token=request.token,
                     work=work_digest(resolved, task),
-                    command=command_digest(task, request),
+                    command=submission.command_digest(task, request),
                     submitted=now(),
+                    plan=resolved.plan.name,
                 )
                 write_jobs(resolved.out_dir, record.with_job(name, job))
                 request.log.parent.mkdir(parents=True, exist_ok=True)
@@ -424,9 +429,10 @@ def show_commands(
 def cancel_jobs(
     resolved: ResolvedPlan, stages: Collection[str], *, say: Callable[[str], None] = print
 ) -> None:
-    """Cancel the waiting and running jobs of a plan, or of some of its stages.
+    """Cancel the waiting and running jobs of a plan, or of some stages.
 
-    SLURM then cancels the jobs that depend on them. A running stage saves its state.
+    Unless they are named, jobs that another plan submitted to the same folder stay. SLURM then
+    cancels the jobs that depend on canceled ones. A running stage saves its state.
 
     Raises:
         ArtifactError: nothing was submitted.
@@ -435,11 +441,19 @@ def cancel_jobs(
     """
     record = _submitted(resolved, dict.fromkeys(stages, "--only"))
     live = live_jobs(record)
-    chosen = {name: job for name, job in live.items() if not stages or name in stages}
-    slurm_commands.cancel([job.id for job in chosen.values()])
-    for name, job in chosen.items():
-        say(f"{name}: canceled job {job.id}")
-    if not chosen:
+    owners = {name: record.stages[name].plan for name in live}
+    chosen = [
+        name
+        for name in live
+        if name in stages or (not stages and owners[name] in ("", resolved.plan.name))
+    ]
+    slurm_commands.cancel([live[name].id for name in chosen])
+    for name in chosen:
+        say(f"{name}: canceled job {live[name].id}")
+    others = [name for name in live if not stages and name not in chosen]
+    for name in others:
+        say(f"{name}: job {live[name].id} of plan {owners[name]} stays; --only {name} cancels it")
+    if not chosen and not others:
         say("No job waits or runs.")
 
 

@@ -12,7 +12,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -48,8 +51,8 @@ from pipeline.config.ds_config import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.process import BUSY_TIME, advance
-from pipeline.distributed.world import World, local_device
-from pipeline.errors import ConfigError, hint
+from pipeline.distributed.world import World, local_device, on_rank_zero
+from pipeline.errors import ConfigError, hint, unwritable
 from pipeline.kernels.gradient_sums import keeping_gradients
 from pipeline.machine import keep_freed_memory
 from pipeline.model.moe.expert_parallel import ExpertParallel
@@ -224,6 +227,25 @@ class Verdict:
     of_experts_is_finite: bool
 
 
+def _check_monitors(config: Mapping[str, Any]) -> None:
+    """Refuse monitors that cannot write files, on all ranks; DeepSpeed would fail on one."""
+    for name in ("csv_monitor", "tensorboard"):
+        section = config.get(name, {})
+        if section.get("enabled"):
+            folder = Path(section.get("output_path", ""))
+            try_folder = partial(_try_folder, folder, what=f"The ds_config's {name} in {folder}")
+            on_rank_zero(try_folder, path=folder, error=ConfigError)
+
+
+def _try_folder(folder: Path, *, what: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise unwritable(what, error, "set another output_path") from error
+
+
 class Engine:
     """A model under DeepSpeed's engine, updated one global step at a time."""
 
@@ -245,6 +267,7 @@ class Engine:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
+        _check_monitors(config)
         self.ds_config: Mapping[str, Any] = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]

@@ -62,6 +62,7 @@ from pipeline.artifacts.run_folders import (
     run_lock_path,
     state_names,
     states_dir,
+    updates_done,
     why_not_to_go_on,
     withdraw_removal,
     working_dir,
@@ -69,6 +70,7 @@ from pipeline.artifacts.run_folders import (
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
 from pipeline.config.documents import JsonLines
+from pipeline.config.ds_config import precision_of
 from pipeline.distributed.world import World, all_max, from_rank_zero, gather_objects, on_rank_zero
 from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_os_error
 from pipeline.training.optim import learning_rate
@@ -145,6 +147,7 @@ class RunDirectory:
         change = why_not_to_go_on(state, config=self._config, digests=digests)
         if change is None:
             self._say_change_of_total(state)
+            self._say_change_of_arithmetic(state)
             return newest
         raise CheckpointError(
             f"{self.directory} holds a run with other settings or inputs ({change}). Continue "
@@ -166,6 +169,17 @@ class RunDirectory:
                 f"{self.directory}: goes on after update {change['after']:,} to "
                 f"{change['to']:,} updates instead of {change['from']:,}; "
                 f"{_describe_rates(self._config, change)}",
+                file=sys.stderr,
+            )
+
+    def _say_change_of_arithmetic(self, state: Artifact) -> None:
+        """Print that a run continues in another precision, which rounds updates otherwise."""
+        before, now = map(_arithmetic, (state.manifest.config, self._config))
+        if before != now:
+            print(
+                f"{self.directory}: goes on after update {updates_done(state):,} in {now} instead "
+                f"of {before}, which rounds updates otherwise; pass the earlier --ds-config to "
+                "keep its precision",
                 file=sys.stderr,
             )
 
@@ -338,6 +352,14 @@ class RunDirectory:
             problem = f"{self.directory} could not be removed ({describe_os_error(error)})."
         if problem:
             print(problem, file=sys.stderr, flush=True)
+
+
+def _arithmetic(config: Mapping[str, Any]) -> str:
+    """Return the types in which a run computes and accumulates gradients."""
+    ds_config = config.get("ds_config", {})
+    precision = precision_of(ds_config)
+    accumulates_in = ds_config.get("data_types", {}).get("grad_accum_dtype") or precision
+    return f"{precision} (gradients accumulated in {accumulates_in})"
 
 
 class _PendingWrite:

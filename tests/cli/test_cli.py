@@ -30,6 +30,7 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_LOST, FIRST_SPEAKS_SECONDS, guarded
 from pipeline.cli.stage_commands import commands_of_stages
+from pipeline.config.documents import write_whole
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.decoding.settings import DecodingConfig
@@ -1352,6 +1353,45 @@ def test_a_disk_that_cannot_be_written_is_called_full_only_where_it_is(
     said = capsys.readouterr().err
     assert f"({os.strerror(number)}), nothing was changed: {remedy}, or choose another" in said
     assert ("make room" in said) == (number == errno.ENOSPC)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_a_record_that_a_disk_fails_to_take_is_one_sentence_that_names_it(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    bench.action = lambda _: write_whole(bench.folder / ".jobs.json", "{}")
+    monkeypatch.setattr(os, "fsync", fail)
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert f"/.jobs.json could not be read or written ({os.strerror(number)}): " in said
+    assert said.count("\n") == 1
+    assert ".jobs.json" not in "".join(names_in(bench.folder))
+
+
+@pytest.mark.parametrize("module", ["sentencepiece", "pydantic", "pipeline.machine"])
+def test_a_required_package_that_is_not_installed_is_one_sentence(
+    tmp_path: Path, module: str
+) -> None:
+    script = f"import sys; sys.modules[{module!r}] = None; import pipeline.__main__ as main"
+    words = "export model --to hf-m2m100 --out exported".split()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; main.command()", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = f"mmnmt: The package {module} is not installed for {sys.executable}. Run pip install "
+    is_bug = module.startswith("pipeline")
+    assert (is_bug and "Traceback" in done.stderr) or done.stderr.startswith(told)
+    assert (done.returncode, done.stderr.count("\n") == 1) == (1 if is_bug else 2, not is_bug)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.process_pool import ProcessPool
 
+from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import (
     StopFlag,
     World,
@@ -118,6 +119,60 @@ def test_a_port_that_another_process_has_is_one_sentence(monkeypatch: pytest.Mon
             pass
 
 
+WAITING_SCRIPT = """
+from pipeline.cli.ending import guarded
+from pipeline.distributed.process import interruptible
+from pipeline.distributed.world import distributed_world, leave
+
+def stage():
+    with interruptible(), distributed_world():
+        return 0
+
+leave(guarded("pretrain", stage, is_rank=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "number", "code", "said"),
+    [
+        (0, signal.SIGTERM, 75, "stopped by SIGTERM: run the same command again to go on."),
+        (0, signal.SIGINT, 130, "stopped by Ctrl-C."),
+        (1, signal.SIGTERM, 75, ""),
+    ],
+)
+def test_a_rank_that_waits_for_others_stops_when_it_is_asked_to(
+    rank: int, number: signal.Signals, code: int, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if rank == 0:
+            server.close()
+        world = World(rank, 2, rank, 2, "127.0.0.1", port).environment()
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", WAITING_SCRIPT],
+            env=os.environ | world,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            if rank == 0:
+                assert until(lambda: listens(port), seconds=60)
+            else:
+                server.settimeout(60)
+                _peer = server.accept()  # it never answers
+            waiting.send_signal(number)
+            _, error = waiting.communicate(timeout=20)
+        finally:
+            waiting.kill()
+    assert (waiting.returncode, error) == (code, f"mmnmt pretrain: {said}\n" if said else "")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_under_srun_the_first_host_of_scontrol_and_a_port_from_the_job_are_used(
     tmp_path: Path,
 ) -> None:
@@ -139,6 +194,9 @@ def test_under_srun_the_first_host_of_scontrol_and_a_port_from_the_job_are_used(
         ("SLURM_NODEID", "3", "a whole number from 0 to 2 is wanted"),
         ("SLURM_NODEID", "-1", "a whole number from 0 to 2 is wanted"),
         ("SLURM_JOB_ID", "x", "a whole number is wanted"),
+        ("SLURM_PROCID", "7", "a whole number from 0 to 6 is wanted"),
+        ("SLURM_PROCID", "-1", "a whole number from 0 to 6 is wanted"),
+        ("SLURM_NTASKS", "0", "a whole number from 1 to 2,147,483,647 is wanted"),
     ],
 )
 def test_what_slurm_never_sets_is_named(name: str, text: str, wanted: str) -> None:

@@ -376,6 +376,24 @@ def test_a_folder_that_was_moved_keeps_its_jobs(slurm: FakeSlurm, out: Path) -> 
     assert all(f"--out={moved}/" in " ".join(job["stage"]) for job in jobs)
 
 
+@pytest.mark.parametrize("row", ["PENDING", "RUNNING"])
+def test_jobs_are_known_from_another_folder_and_through_a_link(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    submit(tiny(tmp_path))
+    slurm.become(slurm.ids()["corpus"], row)
+    before = slurm.jobs
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "other").mkdir()
+    for folder, root in (("other", tmp_path), (".", tmp_path / "link"), ("other", Path("../link"))):
+        monkeypatch.chdir(tmp_path / folder)
+        assert all("as job" in line for line in submit(tiny(root.absolute())))
+        assert slurm.jobs == before
+    submit(tiny(tmp_path / "link", clean={"max_length_ratio": 3.5}))
+    assert len(slurm.jobs) > len(before), "another setting still counts"
+
+
 @pytest.mark.parametrize("other", [{"name": "bash"}, {"comment": "mmnmt-0123456789abcdef"}])
 def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_canceled(
     slurm: FakeSlurm, out: Path, other: dict[str, str]
@@ -607,6 +625,24 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
     for look in (lambda: cancel_jobs(elsewhere, []), lambda: last_log(elsewhere, "corpus")):
         with pytest.raises(ArtifactError, match=f"Nothing was submitted to {elsewhere.out_dir}"):
             look()
+
+
+def test_cancel_leaves_the_jobs_of_another_plan_in_the_same_folder(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(one_stage(out))
+    other = out.with_name("other.toml")
+    renamed = GRAPH.replace('"corpus"', '"texts"').replace("corpus = { run", "texts = { run")
+    other.write_text(renamed, encoding="utf-8")
+    plan = resolve_plan(load_plan(str(other)), out_dir=out, auto="cpu_fp32")
+    submit(plan.chosen(only=["texts"]))
+    ids, said = slurm.ids(), list[str]()
+    cancel_jobs(plan, [], say=said.append)
+    stays = f"corpus: job {ids['corpus']} of plan graph stays; --only corpus cancels it"
+    assert said == [f"texts: canceled job {ids['texts']}", stays]
+    assert slurm.live() == {"corpus": ids["corpus"]}
+    cancel_jobs(plan, ["corpus"])
+    assert not slurm.live()
 
 
 @pytest.mark.parametrize(("stage", "row"), [("moe", "waiting"), ("dense", "running")])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,
+    _check_monitors,
     connect,
     expert_parallel_group,
     merge_ds_config,
@@ -467,6 +469,23 @@ def test_a_monitor_that_is_not_installed_is_refused_before_deepspeed_imports_it(
     assert merge(off)[name] == {"enabled": False}
     with pytest.raises(ConfigError, match=rf"enables {name}, .* Run pip install {re.escape(fix)},"):
         merge({**off, name: {"enabled": True}})
+
+
+@pytest.mark.parametrize("name", ["csv_monitor", "tensorboard"])
+@pytest.mark.parametrize("below", ["file/logs", "file"])
+def test_a_monitor_whose_files_cannot_be_written_is_refused(
+    tmp_path: Path, name: str, below: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    section: dict[str, Any] = {"enabled": True, "output_path": str(tmp_path / "logs")}
+    _check_monitors({name: section})
+    _check_monitors({name: {"enabled": False, "output_path": str(tmp_path / below)}})
+    what = (
+        rf"The ds_config's {name} in {tmp_path / below} cannot be written \(.*another output_path"
+    )
+    with pytest.raises(ConfigError, match=what):
+        _check_monitors({name: section | {"output_path": str(tmp_path / below)}})
+    assert [*(tmp_path / "logs").iterdir()] == []
 
 
 def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:

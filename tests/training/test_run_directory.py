@@ -176,10 +176,39 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     ids=["ds_config", "expert_parallel_size", "states", "validation"],
 )
 def test_a_run_goes_on_where_only_its_machine_or_intervals_changed(
-    tmp_path: Path, config: dict[str, object]
+    tmp_path: Path, config: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(run_directory(tmp_path), 10)
     assert resumed_update(run_directory(tmp_path, config=config)) == 10
+    assert capsys.readouterr().err == ""
+
+
+FP32, FP16 = ({"fp16": {"enabled": has_fp16}} for has_fp16 in (False, True))
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (FP32, BF16, "in bf16 (gradients accumulated in fp32) instead of fp32 (gra"),
+        (BF16, {}, "in fp32 (gradients accumulated in fp32) instead of bf16 (gra"),
+        (BF16, BF16 | {"data_types": {}}, "in bf16 (gradients accumulated in bf16) instead of bf"),
+        (FP32, FP16, "in fp16 (gradients accumulated in fp16) instead of fp32"),
+        (FP32, {}, ""),
+    ],
+)
+def test_a_run_that_goes_on_in_another_precision_says_so(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    before: dict[str, Any],
+    now: dict[str, Any],
+    said: str,
+) -> None:
+    save(run_directory(tmp_path, config={**CONFIG, "ds_config": before}), 6)
+    assert resumed_update(run_directory(tmp_path, config={**CONFIG, "ds_config": now})) == 6
+    error = capsys.readouterr().err
+    assert (f": goes on after update 6 {said}" in error) if said else not error
+    assert error.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize(
