@@ -268,6 +268,8 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 7, "holder of a checkpoint: another folder than an XLM-R's"),
     ("pipeline/artifacts", 6, "holder of a checkpoint: a manifest of other software"),
     ("error messages", 4, "holder of a checkpoint: a sentence instead of silence"),
+    ("pipeline/batching", 35, "engineer: phases of a mixture that pass over no line"),
+    ("pipeline/extensions/tasks", 1, "engineer: phases of a mixture that pass over no line"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
