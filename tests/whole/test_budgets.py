@@ -270,6 +270,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("error messages", 4, "holder of a checkpoint: a sentence instead of silence"),
     ("pipeline/batching", 35, "engineer: phases of a mixture that pass over no line"),
     ("pipeline/extensions/tasks", 1, "engineer: phases of a mixture that pass over no line"),
+    ("data_prep", 2, "student: long cells of a CSV table"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
