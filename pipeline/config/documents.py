@@ -56,7 +56,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
         fix = "Save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "Correct that line"
-        raise ConfigError(f"{path} is not valid TOML ({error}). {fix}.") from error
+        why = _reason(error, content)
+        raise ConfigError(f"{path} is not valid TOML ({why}). {fix}.") from error
     check_settings(document, path=path)
     return document
 
@@ -185,7 +186,8 @@ def parse_json(
     except RecursionError as problem:
         _refuse_depth(what, error, problem)
     except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
-        raise error(f"{what} is not valid JSON ({problem}). {_sentence(fix)}") from problem
+        why = _reason(problem, content)
+        raise error(f"{what} is not valid JSON ({why}). {_sentence(fix)}") from problem
     check_depth(document, path=what, error=error)
     return document
 
@@ -274,6 +276,8 @@ def toml_value(value: Any) -> str:
             return f"[{', '.join(map(toml_value, value))}]"
         case date() | time():  # no setting has one: for the error message
             return value.isoformat()
+        case int() if value.bit_length() > 128:  # Python prints no 5,000 digits
+            return hex(value)
         case float() if math.isinf(value):
             return "inf" if value > 0 else "-inf"
     # TOML has JSON's escapes, but does not take DEL as it is
@@ -302,6 +306,14 @@ def merge(
 
 def _sentence(fix: str) -> str:
     return f"{fix[:1].upper()}{fix[1:]}."
+
+
+def _reason(problem: ValueError, content: bytes) -> str:
+    if "integer string conversion" not in str(problem):
+        return str(problem)
+    # Python's own text advises programmers to raise the limit, and names no line.
+    lines = re.split(rb"\d{4301}", content.replace(b"_", b""))[0].split(b"\n")
+    return f"line {len(lines)} has a number of more than 4,300 digits"
 
 
 def _refuse_constant(name: str) -> NoReturn:
