@@ -36,15 +36,13 @@ RESTORE = "restore it from a copy or run its stage again"
 _REMOVE_LINE = "remove that line, or the file"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, fix: str = "name a file that is there") -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
         ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
     """
-    content = read_bytes(
-        path, limit=MAX_TOML_BYTES, error=ConfigError, fix="name a file that is there"
-    )
+    content = read_bytes(path, limit=MAX_TOML_BYTES, error=ConfigError, fix=fix)
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte-order mark
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
