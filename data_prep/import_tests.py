@@ -47,7 +47,7 @@ from data_prep.readers.raw_text import (
 from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
-from pipeline.artifacts.raw_input import refuse_broken_link
+from pipeline.artifacts.raw_input import refuse_no_file
 from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
@@ -317,7 +317,7 @@ def _files(directory: Path, *, depth: int) -> Iterator[Path]:
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
-        refuse_broken_link(entry)
+        refuse_no_file(entry)
         if entry.is_file():
             yield entry
         elif entry.is_dir() and depth:

@@ -174,7 +174,7 @@ _CORE = (
         sections=("decoding",),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
-            "corpus": Input("corpus", "test sets"),
+            "corpus": Input("corpus", "test sets", splits=("test",)),
         },
         parallel="ranks",
     ),

@@ -63,6 +63,15 @@ def test_a_toml_file_beyond_its_limit_is_refused_before_it_is_parsed(path: Path)
     assert read_toml(path) == {"a": 1}
 
 
+@pytest.mark.parametrize("before", ["", "b = 1\n\n"])
+def test_a_number_of_too_many_digits_is_named_with_its_line(path: Path, before: str) -> None:
+    number = before.count("\n") + 1
+    said = f"(line {number} has a number of more than 4,300 digits). "
+    assert f"{said}Correct that line." in refused_toml(path, f"{before}a = 1_{'9' * 4300}")
+    as_json = before.replace("b = 1", "") + "9" * 4301
+    assert said in refused_json(path, as_json.encode())
+
+
 def test_a_file_without_end_is_read_up_to_its_limit_only(tmp_path: Path) -> None:
     path = tmp_path / "sparse.toml"
     with path.open("wb") as stream:

@@ -309,6 +309,20 @@ def test_a_missing_recipe_is_refused_with_those_there_are(tmp_path: Path) -> Non
         assert "cannot be read (Too many levels of symbolic links)" in message
 
 
+@pytest.mark.parametrize("name", ["a+b.toml", "demo_moe+b.toml"])
+def test_a_file_may_have_a_plus_in_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("[training]\nseed = 7", encoding="utf-8")
+    assert load_recipe(name).training.seed == 7
+    Path(name).rename("b.toml")
+    assert load_recipe("demo_moe+b.toml").training.seed == 7
+    for missing in ("model.toml", "x/y.toml"):
+        message = refusal(partial(load_recipe, f"demo_moe+{missing}"))
+        assert f"mmnmt checkpoint inspect CHECKPOINT --recipe > {missing}." in message
+
+
 def test_a_recipe_with_a_parent_is_no_overlay() -> None:
     message = refusal(lambda: load_recipe("dense_opus100+moe_opus100"))
     assert "'moe_opus100' has a parent" in message

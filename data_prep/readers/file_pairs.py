@@ -62,7 +62,7 @@ from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
 from data_prep.readers.tmx import survey_file
 from data_prep.settings import CorpusConfig, ListedText
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawInput, plain_name, refuse_broken_link
+from pipeline.artifacts.raw_input import RawInput, plain_name, refuse_no_file
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
@@ -191,7 +191,7 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
 def _folders_below(root: Path) -> Iterator[Path]:
     """Yield the folders of a tree, and instead of containers of pairs the folders below them."""
     for path in sorted(root.iterdir()):
-        refuse_broken_link(path)
+        refuse_no_file(path)
         if path.is_dir() and path.name in _CONTAINERS:
             yield from _folders_below(path)
         elif path.is_dir():
@@ -205,7 +205,7 @@ def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) ->
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
     for path in sorted(folder.directory.iterdir()):
-        refuse_broken_link(path)
+        refuse_no_file(path)
         if not path.is_file():
             continue
         file = folder.file(path)

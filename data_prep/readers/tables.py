@@ -307,7 +307,9 @@ def _csv_rows(file: RawFile, columns: Collection[str]) -> Iterator[TableRow]:
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
     that is never closed would otherwise hide every line up to the next quote.
     """
-    raws = iterate_raw_lines(file.path, max_line_bytes=2 * CorpusConfig.max_line_bytes)
+    longest = 2 * CorpusConfig.max_line_bytes
+    csv.field_size_limit(longest + 2)  # by default 131,072 characters
+    raws = iterate_raw_lines(file.path, max_line_bytes=longest)
     fresh = (f"{_decoded(raw)}\n" for raw in raws)
     again = deque[str]()
     record: list[str] = []

@@ -437,7 +437,8 @@ def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict
         for pair, by_split in pairs.items()
     }
     counts = {pair: by_split for pair, by_split in counts.items() if by_split}
-    kept = {name: statistics[name] for name in _KEPT_STATISTICS if name in statistics}
+    names = _KEPT_STATISTICS if "train" in splits else ()
+    kept = {name: statistics[name] for name in names if name in statistics}
     return {**kept, "pairs": counts, OTHER_LANGUAGES: sorted(_codes(pairs) - _codes(counts))}
 
 

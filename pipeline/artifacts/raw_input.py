@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from pipeline.artifacts.manifest import InputRecord, entries_below, json_digest, raw_digest
+from pipeline.config.documents import refuse_pipe
 from pipeline.errors import (
     ConfigError,
     DataError,
@@ -175,13 +176,14 @@ def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def _files_at(path: Path) -> list[tuple[str, Path]]:
+    refuse_no_file(path)
     if path.is_file():
         return [(path.name, path)]
     if not path.is_dir():
         raise DataError(f"{path} does not exist. Name an existing file or folder.")
     places = [*entries_below(path, hidden=False)]
     for place in places:
-        refuse_broken_link(place)
+        refuse_no_file(place)
     return sorted((p.relative_to(path).as_posix(), p) for p in places if p.is_file())
 
 
@@ -190,9 +192,12 @@ def several_columns(path: Path, name: str) -> DataError:
     return DataError(f"{path} has several columns {name!r}. Rename those that are not meant.")
 
 
-def refuse_broken_link(path: Path) -> None:
-    """Raise DataError if a path is a link to nothing and not hidden, and would be passed over."""
-    if not path.name.startswith(".") and path.is_symlink() and not path.exists():
+def refuse_no_file(path: Path) -> None:
+    """Raise DataError if a path that is not hidden is a link to nothing, a pipe or a device."""
+    if path.name.startswith("."):
+        return
+    refuse_pipe(path, error=DataError)
+    if path.is_symlink() and not path.exists():
         raise DataError(f"{path} is a link to nothing. Restore its target, or remove the link.")
 
 

@@ -378,8 +378,8 @@ class Position:
     """The progress of a training run: everything but tensors that resuming needs."""
 
     update: Whole = 0
-    cursor: tuple[Whole, Whole] = (0, 0)
-    """Next step of the batch plan: (window, step within the window)."""
+    cursor: Annotated[tuple[Whole, ...], Field(min_length=2)] = (0, 0)
+    """Next step of the batch plan: window and step within it, then the ends of earlier phases."""
     validated: Whole = 0
     """Last update that was validated."""
     best_perplexity: Sum | None = None

@@ -35,6 +35,7 @@ from pipeline.batching.batch import (
     in_one_buffer,
 )
 from pipeline.batching.global_step import (
+    Cursor,
     GlobalStep,
     MicroBatch,
     PairOffsets,
@@ -354,7 +355,7 @@ class TrainingData:
         self.train_lines = line_counts(shards, "train")
 
     def updates(
-        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
+        self, cursor: Cursor, *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
         """Yield a rank's updates from a cursor on, as :func:`read_updates` does."""
         return read_updates(

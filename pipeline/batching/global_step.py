@@ -8,9 +8,8 @@ within the token budget, shuffled, and dealt out M at a time to the updates; the
 size. Any window can be computed on its own: resuming does not read the past.
 
 If a mixture weighs directions, each direction of a pair is a stream of its own. If it changes at
-some update, a *phase* begins: its windows have numbers of their own, and its streams continue where
-the updates before it would have left them without padding. They drew less, so a phase passes over
-some lines of the running epoch.
+some update, a *phase* begins: its windows have numbers of their own, and it first draws the lines
+that the last window of the phase before has left. Where phases ended is part of the cursor.
 """
 
 import heapq
@@ -22,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -36,6 +36,9 @@ from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
 Integers = npt.NDArray[np.signedinteger[Any]]
+
+Cursor = tuple[int, ...]
+"""Window and update within it; then the same two numbers where each earlier phase ended."""
 
 PHASE_WINDOWS = 2**40
 """Window numbers reserved for each phase."""
@@ -100,7 +103,7 @@ class GlobalStep:
     """The M micro-batches of one update, and the cursor of the next update."""
 
     micro_batches: tuple[MicroBatch, ...]
-    next_cursor: tuple[int, int]
+    next_cursor: Cursor
 
     @property
     def num_labels(self) -> int:
@@ -149,8 +152,15 @@ class _Stream:
     """0 or 1 as in ``MicroBatch.reverse_B``, or ``IN_TURN``."""
     share: float
     """Share of all draws of the phase."""
-    begin: float
-    """Draws before the phase, as many as batches without padding take."""
+
+
+class _Place(NamedTuple):
+    """Where the phases so far have left a stream."""
+
+    rest: Integers = np.empty(0, np.int64)
+    """Sentences that their last windows drew and no update took, as 2 · line + reverse."""
+    begin: int = 0
+    """Draws of the stream, including the rest."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +175,19 @@ class _PlannedPhase:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Draws of a window from a stream, from ``start`` up to ``stop``."""
+    """Draws of a window from a stream: some of the rest, then from ``start`` up to ``stop``."""
 
     stream: _Stream
     size: int
     """Lines of the pair, which are the draws of an epoch."""
+    rest: Integers
+    later: Integers
+    """The rest that is left to later windows."""
     start: int
     stop: int
+
+    def __len__(self) -> int:
+        return len(self.rest) + self.stop - self.start
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Yield epoch, first and end position of the draws from each epoch that they touch."""
@@ -287,10 +303,10 @@ class Planner:
         updates = sum(len(window) // self._config.micro_batches for window in planned)
         return sum(len(window.line_N) for window in planned) / updates
 
-    def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
+    def steps(self, cursor: Cursor, *, update: int = 0) -> Generator[GlobalStep]:
         """Yield global steps from a cursor on, without end; (0, 0) is the first update.
 
-        A cursor is a window and an update within it; ``update`` updates come before it.
+        ``update`` updates come before it.
         """
         while True:
             phase = cursor[0] // PHASE_WINDOWS
@@ -299,46 +315,72 @@ class Planner:
                 for step in steps:
                     update += 1
                     if update == last:
-                        step = replace(step, next_cursor=((phase + 1) * PHASE_WINDOWS, 0))
+                        end, ends = step.next_cursor[:2], cursor[2:]
+                        begin = ((phase + 1) * PHASE_WINDOWS, 0)
+                        step = replace(step, next_cursor=(*begin, *ends, *end))
                     cursor = step.next_cursor
                     yield step
                     if update == last:
                         break
 
-    def _steps_of_phase(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+    def _steps_of_phase(self, cursor: Cursor) -> Generator[GlobalStep]:
         """Yield steps as if the cursor's phase had no end.
 
         The following window is planned in the meantime.
         """
-        window, first = cursor
+        window, first, *ends = cursor
         micro_batches = self._config.micro_batches
-        with closing(read_ahead(self._windows(window), depth=1)) as windows:
+        with closing(read_ahead(self._windows(window, self._places(ends)), depth=1)) as windows:
             for planned in windows:
                 count = len(planned) // micro_batches
                 for step in range(first, count):
                     start = step * micro_batches
                     following = (window, step + 1) if step + 1 < count else (window + 1, 0)
-                    yield GlobalStep(planned.micro_batches(start, start + micro_batches), following)
+                    taken = planned.micro_batches(start, start + micro_batches)
+                    yield GlobalStep(taken, (*following, *ends))
                 window, first = window + 1, 0
 
     def window(self, window: int) -> list[MicroBatch]:
-        """Return all micro-batches of a window, update after update; a multiple of M of them."""
+        """Return all micro-batches of a window of the first phase; a multiple of M of them."""
         planned = self._plan(window)
         return list(planned.micro_batches(0, len(planned)))
 
-    def largest(self, window: int) -> MicroBatch:
-        """Return the micro-batch with most tokens of a window."""
-        planned = self._plan(window)
+    def largest(self, cursor: Cursor) -> MicroBatch:
+        """Return the micro-batch with most tokens of a cursor's window."""
+        planned = self._plan(cursor[0], self._places(cursor[2:]))
         return planned.micro_batch(planned.num_tokens.index(max(planned.num_tokens)))
 
-    def _windows(self, window: int) -> Generator[PlannedWindow]:
+    def _windows(self, window: int, places: Mapping[str, _Place]) -> Generator[PlannedWindow]:
         while True:
-            yield self._plan(window)
+            yield self._plan(window, places)
             window += 1
 
-    def _plan(self, window: int) -> PlannedWindow:
+    def _places(self, ends: Sequence[int]) -> dict[str, _Place]:
+        """Return where the phases that ended there have left their streams."""
+        places: dict[str, _Place] = {}
+        for window, update in zip(ends[::2], ends[1::2], strict=False):
+            planned = self._plan(window, places)
+            is_left_N = np.ones(len(planned.line_N), dtype=np.bool_)
+            for index in range(update * self._config.micro_batches):
+                is_left_N[planned.starts[index] : planned.stops[index]] = False
+            # A window is sorted by length: in its order, short sentences would come first.
+            generator = np.random.default_rng(derive_seed("rest of phase", self._seed, window))
+            left_N = generator.permutation(np.flatnonzero(is_left_N))
+            pair_N, reverse_N = planned.pair_N[left_N], planned.reverse_N[left_N]
+            item_N = 2 * planned.line_N[left_N].astype(np.int64) + reverse_N
+            for draws in self._draws(window, places):
+                is_own_N = pair_N == draws.stream.pair
+                if draws.stream.direction != IN_TURN:
+                    is_own_N &= reverse_N == draws.stream.direction
+                rest = np.concatenate([item_N[is_own_N], draws.later])
+                places[draws.stream.name] = _Place(rest, draws.stop)
+        return places
+
+    def _plan(
+        self, window: int, places: Mapping[str, _Place] = MappingProxyType({})
+    ) -> PlannedWindow:
         """Sort a window's sentences, cut them into micro-batches, shuffle these and count."""
-        drawn = self._sorted_sentences(window)
+        drawn = self._sorted_sentences(window, places)
         direction_N = np.zeros(len(drawn.line_N), dtype=np.int32)
         if self._config.one_direction:
             direction_N = 2 * drawn.pair_N + drawn.reverse_N
@@ -363,17 +405,19 @@ class Planner:
             num_tokens=(source + target + 2 * sentences)[order].tolist(),
         )
 
-    def _sorted_sentences(self, window: int) -> _Sentences:
+    def _sorted_sentences(self, window: int, places: Mapping[str, _Place]) -> _Sentences:
         """Return a window's sentences by target length, source length and order of drawing.
 
         If a micro-batch keeps to one direction, they are sorted by pair and direction first.
         """
-        all_draws = self._draws(window)
-        number = sum(draws.stop - draws.start for draws in all_draws)
+        all_draws = [draws for draws in self._draws(window, places) if len(draws)]
+        if not all_draws:
+            raise ConfigError("A window has no sentence. Raise batches.window_steps.")
+        number = sum(map(len, all_draws))
         whole = _Sentences(*(np.empty(number, dtype) for dtype in self._types))
         filled = 0
         for draws in all_draws:
-            part = slice(filled, filled + draws.stop - draws.start)
+            part = slice(filled, filled + len(draws))
             for field_N, values in zip(whole, self._sentences(draws), strict=True):
                 field_N[part] = values
             filled = part.stop
@@ -385,27 +429,27 @@ class Planner:
             field_N[:] = field_N[order_N]
         return whole
 
-    def _draws(self, window: int) -> list[_Draws]:
-        """Return a window's draws from the streams that it draws from."""
+    def _draws(self, window: int, places: Mapping[str, _Place]) -> Iterator[_Draws]:
+        """Yield a window's draws from every stream of its phase; ``places``: where it began."""
         phase = self._phases[window // PHASE_WINDOWS]
-        place = window % PHASE_WINDOWS
-        all_draws = (
-            _Draws(
+        for stream in phase.streams:
+            rest, begin = places.get(stream.name, _Place())
+            start, stop = (
+                self._drawn(stream, windows, sentences=phase.window_sentences)
+                for windows in (window % PHASE_WINDOWS, window % PHASE_WINDOWS + 1)
+            )
+            yield _Draws(
                 stream,
                 len(self._pairs[stream.pair]),
-                self._drawn(stream, place, sentences=phase.window_sentences),
-                self._drawn(stream, place + 1, sentences=phase.window_sentences),
+                rest[start:stop],
+                rest[stop:],
+                begin + max(0, start - len(rest)),
+                begin + max(0, stop - len(rest)),
             )
-            for stream in phase.streams
-        )
-        draws = [draw for draw in all_draws if draw.stop > draw.start]
-        if not draws:
-            raise ConfigError("A window has no sentence. Raise batches.window_steps.")
-        return draws
 
     def _sentences(self, draws: _Draws) -> _Sentences:
         """Return the sentences of a stream's draws, by line and epoch: files are read in order."""
-        parts = [self._lines(draws, *part) for part in draws.parts()]
+        parts = [self._lines(draws, *part) for part in draws.parts()] or [draws.rest[:0]]
         epochs = [np.full(len(lines), number) for number, lines in enumerate(parts)]
         # A line and its epoch in one number, which sorts faster than two.
         item_N = np.concatenate(parts) * len(parts) + np.concatenate(epochs)
@@ -415,6 +459,10 @@ class Planner:
         reverse_N = np.broadcast_to(np.int64(stream.direction), len(line_N))
         if stream.direction == IN_TURN:
             reverse_N = (line_N + epoch_N + draws.start // draws.size) & 1
+        if len(draws.rest):
+            rest_N = np.sort(draws.rest)
+            line_N = np.concatenate([rest_N >> 1, line_N])
+            reverse_N = np.concatenate([rest_N & 1, reverse_N])
         first_N, second_N = self._pairs[stream.pair].lengths(line_N)
         return _Sentences(
             np.broadcast_to(np.int64(stream.pair), len(line_N)),
@@ -432,43 +480,29 @@ class Planner:
         return shuffled(np.arange(start, stop), size=draws.size, key=key)
 
     def _drawn(self, stream: _Stream, windows: int, *, sentences: int) -> int:
-        """Return the number of draws from a stream in the first ``windows`` windows of its phase.
+        """Return the number of draws from a stream in the first ``windows`` windows of a phase.
 
         It is the exact share, rounded at random.
         """
         offset = derive_seed("phase", self._seed, stream.name) / 2**63
-        return math.floor(stream.begin + windows * sentences * stream.share + offset)
+        return math.floor(windows * sentences * stream.share + offset)
 
     def _planned_phases(self, mixture: Mixture) -> tuple[_PlannedPhase, ...]:
-        """Plan the phases, counting the draws from each stream before each phase."""
         ends = [phase.from_update - 1 for phase in mixture.phases[1:]]
-        drawn: dict[str, float] = {}
-        planned = []
-        for phase, end in itertools.zip_longest(mixture.phases, ends):
-            sentences = self._window_sentences(phase)
-            streams = tuple(self._streams(phase, drawn))
-            planned.append(_PlannedPhase(streams, sentences, last_update=end))
-            if end is not None:
-                windows = (end - phase.from_update + 1) / self._config.window_steps
-                drawn |= {
-                    stream.name: stream.begin + windows * sentences * stream.share
-                    for stream in streams
-                }
-        return tuple(planned)
+        return tuple(
+            _PlannedPhase(tuple(self._streams(phase)), self._window_sentences(phase), last)
+            for phase, last in itertools.zip_longest(mixture.phases, ends)
+        )
 
-    def _streams(self, phase: Phase, drawn: Mapping[str, float]) -> Iterator[_Stream]:
-        """Yield the streams of a phase; ``drawn`` counts earlier draws of existing streams."""
+    def _streams(self, phase: Phase) -> Iterator[_Stream]:
         for pair, name in enumerate(self.names):
             probability, forward = phase.probabilities[name], phase.forward.get(name)
             if forward is None:
-                yield _Stream(pair, name, IN_TURN, probability, drawn.get(name, 0.0))
+                yield _Stream(pair, name, IN_TURN, probability)
                 continue
             first, second = name.split("-")
-            for direction, way, share in (
-                (0, f"{first}>{second}", forward),
-                (1, f"{second}>{first}", 1 - forward),
-            ):
-                yield _Stream(pair, way, direction, probability * share, drawn.get(way, 0.0))
+            yield _Stream(pair, f"{first}>{second}", 0, probability * forward)
+            yield _Stream(pair, f"{second}>{first}", 1, probability * (1 - forward))
 
     def _window_sentences(self, phase: Phase) -> int:
         extra = max(SOURCE_EXTRA, TARGET_EXTRA)

@@ -263,8 +263,7 @@ def _list(options: argparse.Namespace) -> int:
 def estimate(options: argparse.Namespace) -> int:
     """Print memory, launches and time of a recipe, or the choices of a plan."""
     name = options.name
-    is_whole = name.endswith(".toml") and Path(name).is_file()  # with a "+" in its own name
-    first, *overlays = [name] if is_whole else recipe_layers(name)
+    first, *overlays = recipe_layers(name)
     is_file = first.endswith(".toml")
     is_plan = is_file and not overlays and "stages" in read_toml(Path(first))
     if is_plan or name in plan_names():

@@ -36,15 +36,13 @@ RESTORE = "restore it from a copy or run its stage again"
 _REMOVE_LINE = "remove that line, or the file"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, fix: str = "name a file that is there") -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
         ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
     """
-    content = read_bytes(
-        path, limit=MAX_TOML_BYTES, error=ConfigError, fix="name a file that is there"
-    )
+    content = read_bytes(path, limit=MAX_TOML_BYTES, error=ConfigError, fix=fix)
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte-order mark
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
@@ -56,7 +54,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
         fix = "Save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "Correct that line"
-        raise ConfigError(f"{path} is not valid TOML ({error}). {fix}.") from error
+        why = _reason(error, content)
+        raise ConfigError(f"{path} is not valid TOML ({why}). {fix}.") from error
     check_settings(document, path=path)
     return document
 
@@ -185,7 +184,8 @@ def parse_json(
     except RecursionError as problem:
         _refuse_depth(what, error, problem)
     except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
-        raise error(f"{what} is not valid JSON ({problem}). {_sentence(fix)}") from problem
+        why = _reason(problem, content)
+        raise error(f"{what} is not valid JSON ({why}). {_sentence(fix)}") from problem
     check_depth(document, path=what, error=error)
     return document
 
@@ -275,6 +275,8 @@ def toml_value(value: Any) -> str:
             return f"[{', '.join(map(toml_value, value))}]"
         case date() | time():  # no setting has one: for the error message
             return value.isoformat()
+        case int() if value.bit_length() > 128:  # Python prints no 5,000 digits
+            return hex(value)
         case float() if math.isinf(value):
             return "inf" if value > 0 else "-inf"
     # TOML has JSON's escapes, but does not take DEL as it is
@@ -303,6 +305,14 @@ def merge(
 
 def _sentence(fix: str) -> str:
     return f"{fix[:1].upper()}{fix[1:]}."
+
+
+def _reason(problem: ValueError, content: bytes) -> str:
+    if "integer string conversion" not in str(problem):
+        return str(problem)
+    # Python's own text advises programmers to raise the limit, and names no line.
+    lines = re.split(rb"\d{4301}", content.replace(b"_", b""))[0].split(b"\n")
+    return f"line {len(lines)} has a number of more than 4,300 digits"
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -272,7 +272,9 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
 
 def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
     """Return what an overlay states; ConfigError if it has a parent."""
-    document = _read_recipe(name)
+    fix = f"write a model's settings to it: mmnmt checkpoint inspect CHECKPOINT --recipe > {name}"
+    path = toml_path(name, folder="recipes", what="recipe")
+    document = read_toml(path, fix=f"name a file that is there, or {fix}")
     if "parent" in document:
         raise ConfigError(
             f"Recipe {name!r} has a parent, so it cannot be laid over {base!r}: "
@@ -310,7 +312,9 @@ def _layers(
 
 
 def recipe_layers(name: str) -> list[str]:
-    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; folders may have a + in theirs."""
+    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; a path may have a + in it."""
+    if name.endswith(".toml") and os.path.isfile(name):  # noqa: PTH113  # a name may be too long
+        return [name]
     layers: list[str] = []
     for part in name.split("+"):
         if layers and "/" in layers[-1] and not layers[-1].endswith(".toml"):

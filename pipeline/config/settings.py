@@ -29,6 +29,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from pipeline.config.documents import toml_value
 from pipeline.errors import hint
 
 MAX_FINDINGS = 3
@@ -225,10 +226,11 @@ def _describe_finding(
                 return f"{where} is {value}. Write it as a table, [[{where}]]"
             if isinstance(finding["input"], dict):
                 return f"{where} is {value}. Write a list"
-            entries = [str(finding["input"]) if entry is str else finding["input"]]
+            given = finding["input"]
+            entries = [toml_value(given) if entry is str and not isinstance(given, str) else given]
             if isinstance(entries[0], str) and not re.search(r"[^,]\s", entries[0]):
                 entries = [*filter(None, re.split(r"[,\s]+", entries[0]))]  # de,en
-            example = shown(json.dumps(entries, ensure_ascii=False, default=str))
+            example = shown(toml_value(entries))
             return f"{where} is {value}. Write a list, {example}"
         case "string_type":
             return f"{where} is {value}. Write text in quotes"

@@ -20,7 +20,8 @@ from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_li
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
-from pipeline.terminal import counted
+from pipeline.languages import codes_of_setting
+from pipeline.terminal import counted, listed
 
 BATCH_LINES = 256
 """Most lines that are translated at once."""
@@ -161,7 +162,8 @@ def find_direction(translator: Translator, *, source: str, target: str) -> Direc
     """Return the direction in the model's own codes.
 
     Raises:
-        ConfigError: the model does not know a language, or both are the same.
+        ConfigError: the model does not know a language, both are the same, or ``decoding.targets``
+            leaves the target out.
     """
     direction = Direction(translator.code_of(source), translator.code_of(target))
     if direction.source == direction.target:
@@ -169,6 +171,13 @@ def find_direction(translator: Translator, *, source: str, target: str) -> Direc
             f"--from {source} and --to {target} are one language. Name two different ones."
         )
     translator.tokenizer.refuse_to_write(direction.target)
+    asked, known = translator.config.targets, translator.tokenizer.languages
+    meant = codes_of_setting(asked, known, setting="decoding.targets", place="the model")
+    if asked and direction.target not in meant.values():
+        raise ConfigError(
+            f"--to {target} is not in decoding.targets ({listed(asked)}). Name one of these, or "
+            "add it with --set."
+        )
     return direction
 
 

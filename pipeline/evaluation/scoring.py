@@ -512,9 +512,10 @@ def caveats(
                     if runs in groups
                     else f"{other} and {run} have the same translations. Was another path meant?"
                 )
+    corpus = call.artifacts["corpus"]
     for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")
-        if record is not None and record.digest != call.artifacts["corpus"].digest:
+        if record is not None and record.digest != corpus.digest_of(record.splits):
             found.append(
                 f"{name}: translated from {Path(record.path).name}, which differs from this corpus."
             )

@@ -66,15 +66,21 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
         )
     spec, recipe = read_spec(checkpoint), call.recipe
     over = {"initialization"}  # how a model was initialized is not part of a trained one
-    change = describe_change(
-        spec.model.model_dump(exclude=over), recipe.model.model_dump(exclude=over)
-    )
+    own, asked = (model.model_dump(exclude=over) for model in (spec.model, recipe.model))
+    change = describe_change(own, asked)
     if change is None and spec.tag_scheme != recipe.batches.tag_scheme:
         change = f"tag_scheme: {spec.tag_scheme} → {recipe.batches.tag_scheme}"
     if change is not None:
+        absent = [name for name in own if own[name] is None is not asked[name]]
+        fix = (
+            f"An overlay removes no setting: use a recipe without model.{absent[0]}"
+            if absent
+            else f"Lay the checkpoint's over it: mmnmt checkpoint inspect {checkpoint.directory} "
+            f"--recipe > model.toml, then --recipe {recipe.name}+model.toml"
+        )
         raise ConfigError(
             f"Recipe {recipe.name!r} describes another model than {checkpoint.directory} holds "
-            f"({change}). Use a recipe with the checkpoint's [model]."
+            f"({change}). {fix}."
         )
 
 

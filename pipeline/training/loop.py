@@ -150,7 +150,7 @@ class TrainingRun:
         Then fewer micro-batches share a pass.
         """
         if not self._is_done():
-            largest = self.data.planner.largest(self.position.cursor[0])
+            largest = self.data.planner.largest(self.position.cursor)
             while not self._has_memory_for(largest):
                 self._lower_per_pass()
 

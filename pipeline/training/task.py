@@ -13,7 +13,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
 from pipeline.batching.batch import AnyBatch
 from pipeline.batching.feed import Update
-from pipeline.batching.global_step import MicroBatch
+from pipeline.batching.global_step import Cursor, MicroBatch
 from pipeline.model.spec import ModelSpec
 
 
@@ -31,7 +31,7 @@ class Reader(Protocol):
 class Windows(Protocol):
     """The plan of the updates, in windows of several."""
 
-    def largest(self, window: int) -> MicroBatch:
+    def largest(self, cursor: Cursor) -> MicroBatch:
         """Return the micro-batch of a window that has the most tokens."""
 
 
@@ -58,7 +58,7 @@ class Data(Protocol):
         """
 
     def updates(
-        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
+        self, cursor: Cursor, *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
         """Yield one rank's updates from a cursor on, before which ``update`` were made.
 

@@ -55,6 +55,11 @@ def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path:
     (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"lost\.txt is a link to nothing\. Restore its target"):
         named_files([folder])
+    (folder / "lost.txt").unlink()
+    os.mkfifo(folder / "a.txt")  # nobody writes to it, and a read would wait
+    for path in (folder, folder / "a.txt"):
+        with pytest.raises(DataError, match=r"a\.txt is a pipe or a device, .* Copy its content"):
+            named_files([path])
 
 
 @pytest.mark.parametrize(

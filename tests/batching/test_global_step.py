@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.shards import Mixture, Phase
 from pipeline.batching.global_step import (
+    PHASE_WINDOWS,
     GlobalStep,
     MicroBatch,
     PairOffsets,
@@ -363,7 +364,7 @@ def test_a_sentence_beyond_the_budget_is_refused() -> None:
 def test_the_largest_micro_batch_is_told() -> None:
     planner = make_planner()
     expected = max(planner.window(1), key=lambda batch: batch.num_tokens)
-    found = planner.largest(1)
+    found = planner.largest((1, 0))
     assert found.num_tokens == expected.num_tokens
     np.testing.assert_array_equal(found.line_B, expected.line_B)
 
@@ -445,19 +446,24 @@ def test_a_mixture_that_does_not_change_is_one_phase_whatever_its_updates() -> N
     assert alone == followed
 
 
-def test_a_pair_goes_on_with_its_epoch_in_the_next_phase() -> None:
-    """What the first phase left of de-en's epoch comes first, save for a window's worth."""
-    shares = {"de-en": 1.0, "en-fr": 0.0, "el-en": 0.0}
-    planner = make_planner(mixture=Mixture((Phase(1, shares), Phase(11, shares))))
-    steps = list(islice(planner.steps((0, 0)), 20))
-    before, after = (
-        [line for step in part for _, _, line in sentences(list(step.micro_batches))]
-        for part in (steps[:10], steps[10:])
-    )
-    size = SIZES["de-en"]
-    assert len(before) < size
-    seen_again = set(before) & set(after[: size - len(before)])
-    assert len(seen_again) < planner.window_sentences / 2
+@pytest.mark.parametrize("forward", [{}, {"de-en": 0.7, "en-fr": 0.2}])
+@pytest.mark.parametrize("last", [3, 10, 38])
+def test_phases_pass_over_no_line_of_an_epoch(last: int, forward: dict[str, float]) -> None:
+    """A window is for more updates than wanted, for batches have padding; phases end amid one."""
+    shares = {"de-en": 0.8, "en-fr": 0.2, "el-en": 0.0}
+    phases = tuple(Phase(begin, shares, forward) for begin in (1, last + 1, last + 2, last + 9))
+    planner = make_planner(mixture=Mixture(phases))
+    drawn: dict[tuple[str, int | None], Counter[int]] = defaultdict(Counter)
+    for step in planner.steps((0, 0)):
+        for pair, way, line in sentences(list(step.micro_batches)):
+            drawn[planner.names[pair], way if forward else None][line] += 1
+        window, update = step.next_cursor[:2]
+        if (window, update) == (3 * PHASE_WINDOWS + 20, 0):
+            break
+    assert len(drawn) == (4 if forward else 2)
+    for (name, _), counts in drawn.items():
+        each = [counts[line] for line in range(SIZES[name])]
+        assert max(each) - min(each) <= 1 < max(each)
 
 
 # ---------------------------------------------------------------- reading ahead

@@ -22,6 +22,7 @@ from pipeline.checkpoints.checkpoint import (
     read_spec,
     refuse_other_tokenizer,
 )
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.stages.finetune import refuse_other_model
 
@@ -184,4 +185,21 @@ def test_shards_of_another_tokenizer_are_refused_with_both_artifacts(
     fingerprint = TokenizerFiles(other, None).build().fingerprint
     both = f"The tokenizers of {shelf.path('dense')} and {shelf.path('shards')} differ."
     with pytest.raises(ConfigError, match=re.escape(both)):
+        refuse_other_model(call, fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("demo_dense", "inspect {} --recipe > model.toml, then --recipe demo_dense+model.toml."),
+        ("demo_moe", "An overlay removes no setting: use a recipe without model.moe."),
+    ],
+)
+def test_a_recipe_of_another_model_is_refused_with_how_to_make_one_that_fits(
+    recipe: str, said: str, shelf: Shelf, tmp_path: Path
+) -> None:
+    given = {"checkpoint": shelf.open("dense"), "shards": shelf.open("shards")}
+    call = stage_call("finetune", tmp_path / "out", given, recipe=load_recipe(recipe))
+    fingerprint = load_tokenizer(shelf.path("shards") / "tokenizer").fingerprint
+    with pytest.raises(ConfigError, match=re.escape(said.format(shelf.path("dense")))):
         refuse_other_model(call, fingerprint=fingerprint)

@@ -471,6 +471,21 @@ def test_one_language_twice_and_names_of_languages_are_refused_with_the_models_c
         find_direction(Translator(checkpoint, DECODING), source=source, target=target)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("fra", r"--to de is not in decoding.targets \(fra, en\)"),
+        ("xx", "targets names 'xx', and the m"),
+    ],
+)
+def test_a_target_that_the_recipe_leaves_out_is_refused(
+    checkpoint: Artifact, asked: str, said: str
+) -> None:
+    decoding = DECODING.model_copy(update={"targets": (asked, "en")})
+    with pytest.raises(ConfigError, match=said):
+        find_direction(Translator(checkpoint, decoding), source="en", target="de")
+
+
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
 def test_a_closed_stream_is_said_in_a_sentence(
     checkpoint: Artifact,

@@ -856,6 +856,8 @@ def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, 
     trained.write("de-en", split, *range(400, 405))
     with pytest.raises(ArtifactError, match=r"2 updates .* \(stage \w+ changes: input corpus chan"):
         trained.run()
+    _, said = trained.run(only=["corpus", "clean", "translations"])
+    assert said["translations"] == "already done"
 
 
 @pytest.mark.slow

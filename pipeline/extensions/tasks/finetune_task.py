@@ -29,6 +29,7 @@ from pipeline.artifacts.shards import Mixture
 from pipeline.batching.batch import SOURCE_EXTRA, Labelled, LabelledBatch
 from pipeline.batching.feed import Update, read_updates
 from pipeline.batching.global_step import (
+    Cursor,
     GlobalStep,
     MicroBatch,
     PairOffsets,
@@ -186,18 +187,18 @@ class LabelledData:
         """Return the plan of the updates."""
         return self
 
-    def largest(self, window: int) -> MicroBatch:
-        """Return the micro-batch of a window with the most tokens."""
-        return self.train.counted(self._planner.largest(window))
+    def largest(self, cursor: Cursor) -> MicroBatch:
+        """Return the micro-batch of a cursor's window with the most tokens."""
+        return self.train.counted(self._planner.largest(cursor))
 
-    def _steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+    def _steps(self, cursor: Cursor) -> Generator[GlobalStep]:
         with closing(self._planner.steps(cursor)) as steps:
             for step in steps:
                 counted = tuple(map(self.train.counted, step.micro_batches))
                 yield replace(step, micro_batches=counted)
 
     def updates(
-        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
+        self, cursor: Cursor, *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
         """Yield a rank's updates from a cursor on, without end; passes are read ahead."""
         place = {"rank": rank, "ranks": ranks, "update": update, "per_pass": per_pass}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import entries_below
-from pipeline.artifacts.raw_input import iterate_blocks, refuse_broken_link
+from pipeline.artifacts.raw_input import iterate_blocks, refuse_no_file
 from pipeline.batching.batch import Labelled, LabelledBatch, Packing, collate_spans, collate_tags
 from pipeline.batching.global_step import evaluation_batches
 from pipeline.checkpoints.checkpoint import load_weights, refuse_beyond
@@ -254,7 +254,7 @@ class TaskFiles:
             match = pattern.fullmatch(path.relative_to(folder).as_posix())
             if match is None:
                 continue
-            refuse_broken_link(path)
+            refuse_no_file(path)
             key = match["language"], cast("Split", match["split"])
             other = self._paths.setdefault(key, path)
             if other != path:

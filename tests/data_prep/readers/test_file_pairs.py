@@ -1,6 +1,7 @@
 """Pairs of files, in trees, with names as for Moses and in lists: pairs, codes, selection."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,10 @@ def test_a_folder_or_file_that_is_a_link_to_nothing_is_told(tmp_path: Path, lost
     root = tree(tmp_path, *pair_files("de-en"))
     (root / lost).symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=f"{lost} is a link to nothing. Restore its target"):
+        found(root)
+    (root / lost).unlink()
+    os.mkfifo(root / lost)  # nobody writes to it, and a read would wait
+    with pytest.raises(DataError, match=f"{lost} is a pipe or a device, .* Copy its content to a"):
         found(root)
 
 

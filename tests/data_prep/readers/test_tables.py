@@ -425,6 +425,14 @@ def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> No
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
 
 
+def test_a_cell_of_a_csv_file_may_be_as_long_as_a_line_of_text(tmp_path: Path) -> None:
+    texts = ["a" * 131_073, "b" * 2**20, "c" * (2**20 + 1), "d"]
+    rows = "".join(f'{text},one,"{"note " * (text == "d") * 10**5}"\n' for text in texts)
+    corpus = import_columns(tmp_path / "corpus", {"de-en/train.csv": f"de,en,notes\n{rows}"})
+    assert read_lines(corpus, "train", "de-en", "de") == [*texts[:2], "d"]
+    assert quarantined(corpus) == [("de-en/train.csv", 4, "too_long")]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(TEXTS, TEXTS), max_size=8))
 def test_csv_is_read_as_the_standard_library_wrote_it(
