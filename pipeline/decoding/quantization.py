@@ -41,18 +41,24 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         super().__init__()
-        self.bias_O = None if bias_O is None else bias_O.detach().float()
+        self.bias = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
-        self.outputs = len(weight_OI)
+        self.out_features, self.in_features = weight_OI.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weights (O, I) as float32, for a module that multiplies by them itself."""
+        weight_OI: Tensor = torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
+        return weight_OI
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
         scaled, largest = _scaled(x)
-        with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
+        with threads_worth(x.numel() * self.out_features, least=WORTH_THREADS):
             y = _product(scaled, self.packed)
-        if self.bias_O is None:
+        if self.bias is None:
             return y.mul_(largest)
-        return torch.addcmul(self.bias_O, y, largest, out=y)
+        return torch.addcmul(self.bias, y, largest, out=y)
 
 
 class QuantizedExperts(nn.Module):
@@ -124,7 +130,7 @@ def quantize(model: Transformer) -> None:
         for name, child in module.named_children():
             if type(child) is Linear and id(child) not in of_routers:  # no language module
                 setattr(module, name, QuantizedLinear(child.weight, child.bias))
-            elif isinstance(child, Experts):
+            elif type(child) is Experts and isinstance(module, MixtureOfExperts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
