@@ -253,6 +253,11 @@ class Translator:
             )
         return ""
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Return the languages that the route serves, by the model's own codes."""
+        return self.model.spec.languages_of(self.config.route)
+
     def language(self, code: str) -> int:
         """Return the index of a language by the model's own code.
 

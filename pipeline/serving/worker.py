@@ -74,12 +74,7 @@ class System:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """Languages that the model translates from, by its own codes."""
-        known = []
-        for code in self.translator.tokenizer.languages:
-            with suppress(ConfigError):  # it has no module for the language
-                self.translator.language(code)
-                known.append(code)
-        return tuple(known)
+        return self.translator.served
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
