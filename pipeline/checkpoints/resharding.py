@@ -82,14 +82,16 @@ class PieceReader:
         saved = state.read_json(SHAPES_FILE) if SHAPES_FILE in state.names() else {}
         for tensor, shape in (shapes or {}).items():
             if (found := tuple(saved.get(tensor, shape))) != shape:
-                raise _misfit(state, f"{tensor} in the shape {found}", f"{tuple(shape)}")
+                problem = f"has {tensor} in the shape {found}, and the model {tuple(shape)}"
+                raise _misfit(state, problem)
         self._pieces: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for key in self._files.names():
             what, tensor, start = split_key(key, state)
             end = start + math.prod(self._files.shape(key))
             size = math.prod((shapes or {}).get(tensor, [0]))
             if shapes is not None and end > size:
-                raise _misfit(state, f"{end:,} values of {what} of {tensor}", f"{size:,}")
+                values = f"{end:,} values of {what} of {tensor}"
+                raise _misfit(state, f"has {values}, and the model {size:,}")
             self._pieces.setdefault((what, tensor), []).append((start, key))
         for pieces in self._pieces.values():
             pieces.sort()
@@ -112,8 +114,8 @@ class PieceReader:
                 parts.append(values[low - piece_start : high - piece_start].float())
         filled = sum(len(part) for part in parts)
         if filled != length:
-            target = Target(what, tensor, start, torch.empty(length, device="meta"))
-            raise incomplete(self._files.artifact, target, filled=filled)
+            found = f"{filled} of {length} values of {what} of {tensor}"
+            raise _misfit(self._files.artifact, f"is incomplete: it has {found}")
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def fill(self, targets: Sequence[Target]) -> None:
@@ -162,18 +164,9 @@ class CheckedState:
             raise CheckpointError(problem)
 
 
-def _misfit(state: Artifact, has: str, own: str) -> CheckpointError:
+def _misfit(state: Artifact, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{state.directory} has {has}, and the model {own}. If the code of the model has changed, "
-        f"change it back. {how_to_restore(state.directory)}."
-    )
-
-
-def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:
-    """Return the error of a state that has only ``filled`` of the values of a target."""
-    return CheckpointError(
-        f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
-        f"{target.what} of {target.tensor}. If the code of the model has changed, change it back. "
+        f"{state.directory} {problem}. If the code of the model has changed, change it back. "
         f"{how_to_restore(state.directory)}."
     )
 
