@@ -268,6 +268,14 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 7, "holder of a checkpoint: another folder than an XLM-R's"),
     ("pipeline/artifacts", 6, "holder of a checkpoint: a manifest of other software"),
     ("error messages", 4, "holder of a checkpoint: a sentence instead of silence"),
+    ("pipeline/jobs", 5, "operator: options that ask for fewer GPUs than a stage"),
+    ("pipeline/decoding", 6, "engineer: a module that reads its layers in 8 bits"),
+    ("pipeline/training", 1, "engineer: a module of another shape"),
+    ("pipeline/checkpoints/foreign", 15, "holder of a checkpoint: a language added to M2M-100"),
+    ("pipeline/model", 4, "holder of a checkpoint: languages without modules"),
+    ("pipeline/checkpoints", 15, "engineer: a module of another shape; a group that helps"),
+    ("pipeline/stages", 7, "holder of a checkpoint: languages without modules"),
+    ("pages", 1, "engineer: a module of another shape"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
