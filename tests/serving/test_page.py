@@ -360,8 +360,8 @@ def test_words_through_a_pivot_are_aligned_with_no_word_of_the_source(
         choose(tab, "from", source)
         choose(tab, "to", "fran")
         fill(tab, LINES)
-        asked = {"source": "en" if is_aligned else "de", "target": "fr", "details": True}
-        answer = through.post(q=LINES, **asked).json()
+        code = "en" if is_aligned else "de"
+        answer = through.post(q=LINES, source=code, target="fr", details=True).json()
         assert alignments(answer)
         wait_for_text(tab, "narrow", answer["translatedText"])
         assert tab.run(f"{within('narrow', 'span')} !== null") == is_aligned
