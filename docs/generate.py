@@ -438,6 +438,7 @@ FILES: dict[Kind, dict[str, str]] = {
     "training_state": {
         "optimizer/NAME.safetensors": "master weights and moments",
         "progress.json": "position in training",
+        "shapes.json": "shapes of the model's tensors",
     },
     "translations": {
         "hypotheses/DIRECTION.jsonl": "one translation per test line, with its score",

@@ -28,6 +28,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Details, Direction, Hypothesis, directions, read_hypotheses
 from pipeline.artifacts.locks import lock_path
 from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary
+from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.minimum_bayes_risk import expected_utility
@@ -45,6 +46,7 @@ from pipeline.stages.translate import (
     lengths_over_ranks,
     summarize,
 )
+from pipeline.stages.translate_text import find_directions
 
 LANGUAGES = ("de", "en", "fr")
 MAX_POSITIONS = 40
@@ -453,6 +455,25 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     said = capsys.readouterr().out
     assert "de-zu, zu-de" in said
     assert all(f"mmnmt translate: {line}\n" in said for line in translations.manifest.summary)
+
+
+@pytest.mark.parametrize(
+    ("route", "others"), [("specific", []), ("shared", ["de-fr", "fr-de"])], ids=str
+)
+def test_languages_without_modules_are_left_out_where_the_route_needs_one(
+    route: Route, others: list[str], bench: Bench, tmp_path: Path
+) -> None:
+    modules = {"kind": "low_rank", "rank": 2, "shared": True, "languages": ("de", "en")}
+    spec = byte_spec(languages=3, model={"language_modules": modules})
+    made = make_checkpoint(tmp_path / "modules", tiny_model(spec))
+    checkpoint = open_artifact(made, kind="checkpoint")
+    other = replace(bench_of(bench, ["de-en", "de-fr"]), checkpoint=checkpoint)
+    assert other.run("out", decoding=DECODING + f'route = "{route}"\n') == 0
+    taken = sorted(["de-en", "en-de", *others])
+    assert [*other.made("out").statistics["directions"]] == taken
+    translator = Translator(checkpoint, DecodingConfig(route=route))
+    found = {str(one) for one in find_directions(translator, "de", targets=[])}
+    assert found == {name for name in taken if name.startswith("de")}
 
 
 @pytest.mark.parametrize("code", ["en", "eng", "en_Latn"])

@@ -75,9 +75,9 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
     best = open_checkpoint(run_dir / "best")
-    sizes = {name: shape.numel() for name, shape in tensor_shapes(read_spec(best)).items()}
+    shapes = tensor_shapes(read_spec(best))
     _write_mean(
-        [_master_reader(state, sizes) for state in states],
+        [_master_reader(state, shapes) for state in states],
         model_of=best,
         averaged={f"states/{state.directory.name}": state for state in states},
         what="master weights",
@@ -92,8 +92,10 @@ class MeanOfStates:
     Only one range of one state is in memory at a time, besides the sum.
     """
 
-    def __init__(self, states: Sequence[Artifact], sizes: Mapping[str, int] | None = None) -> None:
-        self._readers = [PieceReader(state, sizes) for state in states]
+    def __init__(
+        self, states: Sequence[Artifact], shapes: Mapping[str, torch.Size] | None = None
+    ) -> None:
+        self._readers = [PieceReader(state, shapes) for state in states]
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
         """Return the mean of values [start, start + length) of a flattened tensor.
@@ -132,8 +134,8 @@ def _weights_reader(checkpoint: Artifact) -> TensorReader:
     return lambda name, _: tensors.read(name)
 
 
-def _master_reader(state: Artifact, sizes: Mapping[str, int]) -> TensorReader:
-    pieces = PieceReader(state, sizes)
+def _master_reader(state: Artifact, shapes: Mapping[str, torch.Size]) -> TensorReader:
+    pieces = PieceReader(state, shapes)
 
     def read(name: str, shape: torch.Size) -> Tensor:
         values = pieces.read(what="master", tensor=name, start=0, length=shape.numel())

@@ -76,10 +76,11 @@ def export_checkpoint(
     for variant in source.spec.model.variants:
         if problem := variant.export_problem(directory):
             raise CheckpointError(problem)
+    reduced = _spec_of_one_group(source.spec)
+    refuse_unwritable(source.origin, reduced, to=export.to, tokenizer=source.tokenizer)
     source, targets = _without_groups(source, export)
     if export.to == "ctranslate2":
         export_to_ctranslate2.installed_package()
-    refuse_unwritable(source.origin, source.spec, to=export.to, tokenizer=source.tokenizer)
     card = Card(
         checkpoint=checkpoint,
         spec=source.spec,
@@ -175,6 +176,16 @@ def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout, *, to:
 # ---------------------------------------------------------------- language groups
 
 
+def _spec_of_one_group(spec: ModelSpec) -> ModelSpec:
+    """Return a spec with an ordinary router for one that routes by language group."""
+    moe = spec.model.moe
+    if moe is None or moe.decoder_router != "language_group":
+        return spec
+    moe = moe.model_copy(update={"decoder_router": "token", "num_groups": None})
+    model = spec.model.model_copy(update={"moe": moe})
+    return spec.model_copy(update={"model": model, "language_groups": None})
+
+
 def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str, ...]]:
     """Return the model to export, for the languages of one group only, and its target languages.
 
@@ -182,11 +193,11 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
         ConfigError: The model has groups and none is chosen, or it has no such group.
     """
     spec, choice = source.spec, export.target_group
-    moe = spec.model.moe
-    if moe is not None and moe.needs_groups and moe.decoder_router != "language_group":
-        return source, spec.languages  # refused by its router, which is no token router
     if choice is None:
         if spec.language_groups is not None:
+            # No group helps a model with a vocabulary that the format cannot express.
+            entries = entries_of(source.tokenizer, source.origin)
+            refuse_unknown_pieces(source.origin, entries, chosen_layout(entries), to=export.to)
             raise ConfigError(
                 f"{source.origin} routes by language group (model.moe.decoder_router), which "
                 f"{export.to} cannot; for the languages of one group it is an ordinary router: "
@@ -194,10 +205,7 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
             )
         return source, spec.languages
     group = chosen_group(source.origin, spec, choice)
-    assert moe is not None
-    moe = moe.model_copy(update={"decoder_router": "token", "num_groups": None})
-    model = spec.model.model_copy(update={"moe": moe})
-    reduced = spec.model_copy(update={"model": model, "language_groups": None})
+    reduced = _spec_of_one_group(spec)
     group_weights = tensor_shapes(spec).keys() - tensor_shapes(reduced).keys()
     weights = {name.removesuffix("group_weight") + "weight": name for name in group_weights}
     tensors = OneGroupTensors(source.tensors, group, weights)

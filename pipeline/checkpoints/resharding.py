@@ -21,6 +21,9 @@ from pipeline.config.settings import shown
 from pipeline.distributed.world import gather_objects
 from pipeline.errors import CheckpointError, UserError
 
+SHAPES_FILE = "shapes.json"
+"""Shapes of the tensors, which have flat pieces; states of earlier versions lack it."""
+
 MAX_DIGITS = 19
 """Upper bound of the digits of a place within a tensor."""
 
@@ -70,21 +73,25 @@ class PieceReader:
     """Reads ranges of tensors from the pieces of a training state of any topology.
 
     Raises:
-        CheckpointError: The state has values beyond ``sizes``, the values per tensor of the model.
+        CheckpointError: The state has values beyond ``shapes``, the shapes of the model's tensors,
+            or had a tensor in another shape.
     """
 
-    def __init__(self, state: Artifact, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(self, state: Artifact, shapes: Mapping[str, torch.Size] | None = None) -> None:
         self._files = TensorFiles(state, "optimizer/")
+        saved = state.read_json(SHAPES_FILE) if SHAPES_FILE in state.names() else {}
+        for tensor, shape in (shapes or {}).items():
+            if (found := tuple(saved.get(tensor, shape))) != shape:
+                problem = f"has {tensor} in the shape {found}, and the model {tuple(shape)}"
+                raise _misfit(state, problem)
         self._pieces: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for key in self._files.names():
             what, tensor, start = split_key(key, state)
             end = start + math.prod(self._files.shape(key))
-            if sizes is not None and end > (size := sizes.get(tensor, 0)):
-                raise CheckpointError(
-                    f"{state.directory} has {end:,} values of {what} of {tensor}, and the model "
-                    f"{size:,}. If the code of the model has changed, change it back. "
-                    f"{how_to_restore(state.directory)}."
-                )
+            size = math.prod((shapes or {}).get(tensor, [0]))
+            if shapes is not None and end > size:
+                values = f"{end:,} values of {what} of {tensor}"
+                raise _misfit(state, f"has {values}, and the model {size:,}")
             self._pieces.setdefault((what, tensor), []).append((start, key))
         for pieces in self._pieces.values():
             pieces.sort()
@@ -107,8 +114,8 @@ class PieceReader:
                 parts.append(values[low - piece_start : high - piece_start].float())
         filled = sum(len(part) for part in parts)
         if filled != length:
-            target = Target(what, tensor, start, torch.empty(length, device="meta"))
-            raise incomplete(self._files.artifact, target, filled=filled)
+            found = f"{filled} of {length} values of {what} of {tensor}"
+            raise _misfit(self._files.artifact, f"is incomplete: it has {found}")
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def fill(self, targets: Sequence[Target]) -> None:
@@ -135,8 +142,8 @@ class PieceReader:
 class CheckedState:
     """A training state. Its files are compared with their digests before values are read."""
 
-    def __init__(self, state: Artifact, sizes: Mapping[str, int] | None = None) -> None:
-        self._state, self._sizes = state, sizes
+    def __init__(self, state: Artifact, shapes: Mapping[str, torch.Size] | None = None) -> None:
+        self._state, self._shapes = state, shapes
 
     def fill(self, targets: Sequence[Target]) -> None:
         """Fill all targets from the pieces of any topology; all ranks call this.
@@ -149,7 +156,7 @@ class CheckedState:
         check_together(self._state)
         problem: str | None = None
         try:
-            PieceReader(self._state, self._sizes).fill(targets)
+            PieceReader(self._state, self._shapes).fill(targets)
         except (UserError, OSError) as error:
             problem = str(error)
         problem = next(filter(None, gather_objects(problem)), None)
@@ -157,11 +164,9 @@ class CheckedState:
             raise CheckpointError(problem)
 
 
-def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:
-    """Return the error of a state that has only ``filled`` of the values of a target."""
+def _misfit(state: Artifact, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
-        f"{target.what} of {target.tensor}. If the code of the model has changed, change it back. "
+        f"{state.directory} {problem}. If the code of the model has changed, change it back. "
         f"{how_to_restore(state.directory)}."
     )
 

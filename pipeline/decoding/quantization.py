@@ -48,24 +48,30 @@ class QuantizedLinear(nn.Module):
         one call: in a greedy search for one sentence, calling operators takes most of the time.
         """
         super().__init__()
-        self.bias_O = None if bias_O is None else bias_O.detach().float()
+        self.bias = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
-        self.outputs = len(weight_OI)
+        self.out_features, self.in_features = weight_OI.shape
         self.has_loop = for_single_rows and weight_OI.numel() < WORTH_THREADS
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weights (O, I) as float32, for a module that multiplies by them itself."""
+        weight_OI: Tensor = torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
+        return weight_OI
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
         if self.has_loop and x.numel() == x.shape[-1] and uses_loops(x):
-            y = x.new_empty(*x.shape[:-1], self.outputs)
+            y = x.new_empty(*x.shape[:-1], self.out_features)
             multiply, *of_layer = self._loop
             multiply(x.numpy().reshape(-1), *of_layer, LARGEST, y.numpy().reshape(-1))
             return y
         scaled, largest = _scaled(x)
-        with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
+        with threads_worth(x.numel() * self.out_features, least=WORTH_THREADS):
             y = _product(scaled, self.packed)
-        if self.bias_O is None:
+        if self.bias is None:
             return y.mul_(largest)
-        return torch.addcmul(self.bias_O, y, largest, out=y)
+        return torch.addcmul(self.bias, y, largest, out=y)
 
     @cached_property
     def _loop(self) -> tuple[Any, ...]:
@@ -73,7 +79,7 @@ class QuantizedLinear(nn.Module):
         from pipeline.kernels.compiled_loops import multiply_in_8_bits
 
         weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
-        bias_O = None if self.bias_O is None else self.bias_O.numpy()
+        bias_O = None if self.bias is None else self.bias.numpy()
         scale_O = weight_OI.q_per_channel_scales().float()
         return multiply_in_8_bits, weight_OI.int_repr().numpy(), scale_O.numpy(), bias_O
 
@@ -153,7 +159,7 @@ def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
         for name, child in module.named_children():
             if type(child) is Linear and id(child) not in of_routers:  # no language module
                 setattr(module, name, quantized(child.weight, child.bias))
-            elif isinstance(child, Experts):
+            elif type(child) is Experts and isinstance(module, MixtureOfExperts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()

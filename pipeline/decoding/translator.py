@@ -126,10 +126,10 @@ class Translator:
         parts_words = spec.model.front.parts_words
         self._segmenters = Segmenters(self.tokenizer, segmenters or {}) if parts_words else None
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
-        self._pivot = self.code_of(config.pivot) if config.pivot else ""
-        if self._pivot:
-            self.language(self._pivot)
-            self.tokenizer.refuse_to_write(self._pivot)
+        self.pivot = self.code_of(config.pivot) if config.pivot else ""
+        if self.pivot:
+            self.language(self.pivot)
+            self.tokenizer.refuse_to_write(self.pivot)
         self._banned = self._banned_texts()
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         for phrase, tokens in zip(config.required, self._required, strict=True):
@@ -161,7 +161,7 @@ class Translator:
             ConfigError: a segmenter is not available.
         """
         if self._segmenters is not None:
-            self._segmenters.load({*languages, *filter(None, [self._pivot])})
+            self._segmenters.load({*languages, *filter(None, [self.pivot])})
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
         """Return the number of tokens of every text."""
@@ -185,7 +185,7 @@ class Translator:
             ConfigError: the model was not trained on a language, or no translation can have the
                 prefix or the phrases of a line.
         """
-        pivot = self._pivot
+        pivot = self.pivot
         # Both searches in one call: a stage keeps finished lines, and never half of one.
         into = {
             index: Job(Direction(job.direction.source, pivot), job.line, job.text)

@@ -66,6 +66,9 @@ OWN_VARIABLES = (
 )
 """Variables by which settings reach the job script, and variables of those options of sbatch."""
 
+_GPUS = re.compile(r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][^:]*:)?([1-9]\d*)")
+"""Options of sbatch that ask for a number of GPUs per node, for example ``--gres=gpu:a100:4``."""
+
 _UNUSABLE = {
     "OMP_NUM_THREADS": "a job sets OMP_NUM_THREADS by `threads` of the stage. Leave it out",
     "PATH": "sbatch itself would be looked for in that PATH. Export it in setup",
@@ -252,7 +255,9 @@ def allocate(task: Task, site: Site) -> Allocation:
     if gpus > node.gpus:
         fix = "Set job.gpus_per_process to 0 in the plan, or node.gpus in the site file"
         raise _too_large(where, "a GPU", "none", fix)
-    most = min(node.cpus // cores, node.gpus // gpus if gpus else tasks)
+    # A number of GPUs in the site's options replaces the number that the job asks for.
+    on_node = min([node.gpus, *map(int, _GPUS.findall(" ".join(queue.options)))])
+    most = min(node.cpus // cores, on_node // gpus if gpus else tasks)
     nodes = job.nodes or next(
         n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most
     )

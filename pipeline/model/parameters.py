@@ -204,11 +204,11 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     return {entry.name: entry.value.shape for entry in named_slices(shape_of_model(spec))}
 
 
-def sizes_of_all(model: Trained) -> dict[str, int]:
-    """Return the values per tensor of a model, also of experts that other ranks hold."""
+def shapes_of_all(model: Trained) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors, also of experts that other ranks hold."""
     if model.expert_parallel_size > 1:
-        return {name: shape.numel() for name, shape in tensor_shapes(model.spec).items()}
-    return {entry.name: entry.value.numel() for entry in named_slices(model)}
+        return tensor_shapes(model.spec)
+    return {entry.name: entry.value.shape for entry in named_slices(model)}
 
 
 def num_parameters(spec: ModelSpec) -> int:

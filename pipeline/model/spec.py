@@ -10,7 +10,7 @@ from pydantic import ValidationError, model_validator
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.batching.settings import TagScheme
-from pipeline.config.settings import Settings, describe_validation, whole
+from pipeline.config.settings import Route, Settings, describe_validation, whole
 from pipeline.errors import ConfigError
 from pipeline.languages import meant_code
 from pipeline.model.settings import ModelConfig
@@ -90,6 +90,10 @@ class ModelSpec(Settings):
         """Return the languages that the language-specific route serves; all without modules."""
         modules = self.model.language_modules
         return self.languages if modules is None else modules.languages_among(self.languages)
+
+    def languages_of(self, route: Route) -> tuple[str, ...]:
+        """Return the languages that a route serves."""
+        return self.languages_with_modules if route == "specific" else self.languages
 
     @property
     def num_groups(self) -> int:

@@ -176,6 +176,7 @@ class Api:
                     "target": {"code": target["code"], "name": target["name"]},
                 },
                 "suggestions": False,
+                "pivots": self._systems.pivots,
                 "supportedFilesFormat": [],
                 "systems": self._systems.names,
             }

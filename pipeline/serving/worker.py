@@ -74,12 +74,7 @@ class System:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """Languages that the model translates from, by its own codes."""
-        known = []
-        for code in self.translator.tokenizer.languages:
-            with suppress(ConfigError):  # it has no module for the language
-                self.translator.language(code)
-                known.append(code)
-        return tuple(known)
+        return self.translator.model.spec.languages_of(self.translator.config.route)
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -119,6 +114,7 @@ class Systems:
     def __init__(self, systems: Sequence[System]) -> None:
         self._systems = tuple(systems)
         self.names = [system.name for system in systems]
+        self.pivots = {system.name: system.translator.pivot for system in systems}
         codes = sorted({code for system in systems for code in system.sources})
         self.languages = [self._describe(code) for code in codes]
         """Languages as LibreTranslate lists them, each also by its own name."""

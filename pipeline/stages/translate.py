@@ -45,9 +45,10 @@ from pipeline.artifacts.run_folders import (
     claim_run_folder,
     remove_files,
 )
-from pipeline.checkpoints.checkpoint import read_tokenizer
+from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recipe import describe_change, with_defaults
+from pipeline.config.settings import Route
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import Progress
 from pipeline.distributed.world import (
@@ -83,6 +84,7 @@ def run(call: StageCall) -> None:
         corpus,
         checkpoint=call.artifacts["checkpoint"],
         targets=call.recipe.decoding.targets,
+        route=call.recipe.decoding.route,
     )
     with distributed_world(stacks_dir=call.stacks_dir) as world, StopFlag() as stop:
         translator = Translator(
@@ -102,11 +104,16 @@ def run(call: StageCall) -> None:
 
 
 def select_directions(
-    corpus: Artifact, *, checkpoint: Artifact, targets: Sequence[str] = ()
+    corpus: Artifact,
+    *,
+    checkpoint: Artifact,
+    targets: Sequence[str] = (),
+    route: Route = "specific",
 ) -> Selection:
     """Split the directions of all pairs with test lines by whether the model knows them.
 
-    ``targets``: the only languages that are translated into, if there are any.
+    A language that the route has no module for counts as not known. ``targets``: the only languages
+    that are translated into, if there are any.
 
     Raises:
         ArtifactError: the corpus has no test lines.
@@ -114,7 +121,7 @@ def select_directions(
             is in neither the model nor the corpus.
     """
     tokenizer = read_tokenizer(checkpoint)
-    known, into = set(tokenizer.languages), tokenizer.target_languages
+    known, into = set(read_spec(checkpoint).languages_of(route)), tokenizer.target_languages
     every = directions(corpus, "test")
     if not every:
         raise ArtifactError(

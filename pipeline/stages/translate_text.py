@@ -118,7 +118,7 @@ def find_directions(
     code, tokenizer = translator.code_of(source), translator.tokenizer
     others = [
         language
-        for language in tokenizer.languages
+        for language in translator.model.spec.languages_of(translator.config.route)
         if language != code and tokenizer.writes(language)
     ]
     wanted = [translator.code_of(target) for target in targets] or others

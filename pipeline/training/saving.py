@@ -32,14 +32,14 @@ from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.run_folders import PROGRESS_FILE, Position, read_position, replanned
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.resharding import CheckedState, write_pieces
+from pipeline.checkpoints.resharding import SHAPES_FILE, CheckedState, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import Route
 from pipeline.distributed.world import World, all_sum
 from pipeline.errors import CheckpointError
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
-from pipeline.model.parameters import sizes_of_all
+from pipeline.model.parameters import shapes_of_all
 from pipeline.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine
@@ -235,6 +235,7 @@ class Saving:
             )
             if self._world.rank == 0:
                 writer.write_json(PROGRESS_FILE, position.to_json())
+                writer.write_json(SHAPES_FILE, shapes_of_all(self._engine.model))
                 writer.statistics.update(update=position.update, replanned=replanned)
 
         self._run_directory.write(
@@ -354,7 +355,7 @@ class Resuming:
             )
         position = replace(position, **self._run_directory.best_after(position.update))
         changes = replanned(state, config=self._config)
-        checked = CheckedState(state, sizes_of_all(self._engine.model))
+        checked = CheckedState(state, shapes_of_all(self._engine.model))
         self._engine.load_optimizer_pieces(checked, update=position.update)
         self._engine.restore_loss_scale(position.loss_scale)
         if not self._training.patience:  # otherwise the last update is not known yet
@@ -375,7 +376,7 @@ class Resuming:
             for update in averaged
         ]
         check_together(*states)
-        self._engine.load_weights(MeanOfStates(states, sizes_of_all(self._engine.model)))
+        self._engine.load_weights(MeanOfStates(states, shapes_of_all(self._engine.model)))
         return averaged
 
     def _refuse_missing(self, *, end: int, update: int) -> None:

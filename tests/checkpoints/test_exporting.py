@@ -27,8 +27,8 @@ from support.foreign_models import (
     m2m100_folder,
 )
 from support.raw_trees import unpack_stored_run
-from support.stored_checkpoints import make_checkpoint
-from support.tiny_models import tiny_spec
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model, tiny_spec
 from transformers import M2M100ForConditionalGeneration
 
 from pipeline import cli
@@ -98,6 +98,13 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
                 ("evaluation_capacity_factor", 1.0, "evaluation_capacity_factor = 1.0"),
             )
         ),
+        # A group is only asked for where one helps.
+        ("ctranslate2", {"moe": GROUPED, "groups": (1, 0, 0)}, "model.moe .* --to hf-nllb-moe"),
+        (
+            "hf-nllb-moe",
+            {"moe": GROUPED.model_copy(update={"top_k": 1}), "groups": (1, 0, 0)},
+            "top_k = 1",
+        ),
     ],
 )
 def test_what_a_format_cannot_express_is_refused_by_name(
@@ -136,9 +143,14 @@ def test_vocabularies_of_bytes_and_of_two_sides_are_refused(
     )
     make_checkpoint(tmp_path / "bytes", build_model(spec))
     own_checkpoint(tmp_path / "two", tokenizer=tokenizer_of_two(), norm=norm)
-    for name, words in (("bytes", r"of bytes \(tokenizer.kind\)"), ("two", "vocabulary per side")):
+    of_bytes = r"of bytes \(tokenizer.kind\)"
+    for name, words in (("bytes", of_bytes), ("two", "vocabulary per side")):
         with pytest.raises(CheckpointError, match=words):
             export_checkpoint(tmp_path / name, out_dir=tmp_path / "out", export=Export(to=to))
+    grouped = tiny_model(byte_spec(moe=GROUPED, groups=2))
+    made = make_checkpoint(tmp_path / "grouped", grouped)
+    with pytest.raises(CheckpointError, match=of_bytes):
+        export_checkpoint(made, out_dir=tmp_path / "out", export=Export(to="hf-nllb-moe"))
     assert not (tmp_path / "out").exists()
 
 

@@ -167,6 +167,34 @@ def test_no_layer_of_a_router_is_in_8_bits(whole: bool) -> None:
     assert not any(isinstance(one, QuantizedLinear) for one in layer.router.modules())
 
 
+class OwnModule(nn.Module):
+    """A module that reads the weights of its layers itself, or runs experts by itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up = kind, Linear(16, 32, bias=kind == "bias")
+        sizes = {"num_experts": 2, "first_expert": 0, "width": 16, "hidden_width": 8}
+        self.experts = Experts(**sizes, activation="relu")
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        if self.kind == "experts":
+            y_ND: Tensor = self.experts(x_ND, [len(x_ND) - 1, 1])
+            return y_ND
+        return F.linear(x_ND, self.up.weight, self.up.bias)[:, : self.up.in_features]
+
+
+@pytest.mark.parametrize("kind", ["bias", "no bias", "experts"])
+@torch.no_grad()
+def test_a_module_that_reads_its_layers_itself_says_nearly_what_it_said(kind: str) -> None:
+    model, x_ND = model_of("dense"), torch.randn(5, 16)
+    own = model.own = OwnModule(kind)
+    expected = own(x_ND)
+    quantize(model)
+    torch.testing.assert_close(own(x_ND), expected, rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize("tables", ["per_side", "per_sublayer"])
 def test_no_gate_of_language_modules_is_in_8_bits(tables: str) -> None:
     model = tiny_model(tiny_spec(model={"language_modules": {"kind": "clsr", "tables": tables}}))

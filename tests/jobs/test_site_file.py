@@ -69,6 +69,18 @@ def test_ranks_are_spread_evenly_over_the_fewest_nodes_that_hold_them(
     assert found.threads == 4
 
 
+@pytest.mark.parametrize(
+    "options", [["--gres=gpu:a100:4"], ["--gpus-per-node", "a100:4"], ["--gpus-per-node=4", "-x"]]
+)
+def test_a_node_holds_no_more_ranks_than_a_site_s_options_ask_gpus_for(
+    tmp_path: Path, options: list[str]
+) -> None:
+    of_four = site(gpus=8).model_copy(update={"options": options})
+    assert allocate(task(tmp_path, "dense"), of_four).nodes == 3
+    with pytest.raises(ConfigError, match="each holds at most 4"):
+        allocate(task(tmp_path, "dense", "nodes = 2"), of_four)
+
+
 @pytest.mark.parametrize(("job", "sizes"), [("", (1, 1, 12)), ("nodes = 2", (2, 6, 2))])
 def test_a_stage_of_workers_is_one_task_with_the_cores_of_all_or_a_rank_for_each_process(
     tmp_path: Path, job: str, sizes: tuple[int, int, int]

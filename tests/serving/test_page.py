@@ -195,10 +195,8 @@ def test_a_language_is_found_by_a_part_of_one_of_its_names(tab: Tab, served: Ser
     wait_for_note(tab, 'No language has "xyz" in its name.')
     assert tab.run(f"{by_id('to')}.ariaInvalid") == "true"
     tab.press("Escape")
-    assert tab.run(f"[{by_id('to')}.value, {by_id('to')}.ariaInvalid]") == [
-        "français (fr)",
-        "false",
-    ]
+    shown = f"[{by_id('to')}.value, {by_id('to')}.ariaInvalid, {by_id('note')}.textContent]"
+    assert tab.run(shown) == ["français (fr)", "false", ""]
     tab.type("en")
     tab.click(by_id("text"))
     assert tab.run(f"{by_id('to')}.value") == "English (en)"
@@ -351,6 +349,31 @@ def test_an_aligned_word_under_the_mouse_marks_the_words_of_the_source(
     tab.type("x")
     tab.hover(f"{spans}[0]")
     assert not marked(tab), "The text is no longer the one that was translated."
+
+
+@pytest.mark.parametrize(("source", "is_aligned"), [("deu", False), ("engl", True)])
+def test_words_through_a_pivot_are_aligned_with_no_word_of_the_source(
+    tab: Tab, models: list[str], source: str, is_aligned: bool
+) -> None:
+    with serving(models[0], "--set", "decoding.pivot=en") as (through, _):
+        visit(tab, through)
+        choose(tab, "from", source)
+        choose(tab, "to", "fran")
+        fill(tab, LINES)
+        code = "en" if is_aligned else "de"
+        answer = through.post(q=LINES, source=code, target="fr", details=True).json()
+        assert alignments(answer)
+        wait_for_text(tab, "narrow", answer["translatedText"])
+        assert tab.run(f"{within('narrow', 'span')} !== null") == is_aligned
+
+
+@pytest.mark.parametrize("text", ["Ja.\n" * 100_000, "Ja. " * 100_000], ids=["lines", "line"])
+def test_a_long_text_is_refused_as_any_other(tab: Tab, served: Served, text: str) -> None:
+    visit(tab, served)
+    tab.run(f"{by_id('text')}.value = {json.dumps(text)}; {by_id('text')}.oninput()")
+    wait_for_note(tab, "400,000 of 2,000 characters")
+    tab.wait_for(f"{within('wide', 'p')}.className === 'wrong'")
+    assert tab.run(f"{by_id('mirror')}.textContent.length") == len(text) + 1
 
 
 def test_a_translation_is_copied_or_selected_where_there_is_no_clipboard(

@@ -263,14 +263,16 @@ def test_lines_that_join_a_running_search_are_translated_as_alone(system: System
 
 
 def test_a_long_request_takes_turns_with_others(system: System) -> None:
-    gate, ended = threading.Event(), list[int]()
+    began, gate, ended = threading.Event(), threading.Event(), list[int]()
 
     def wait(*_: object) -> None:
+        began.set()
         gate.wait(SECONDS)
 
     worker = Worker(wait)
     direction = Direction("de", "en")
     first = worker.submit(system, direction, "Haus")
+    assert began.wait(SECONDS)  # else the worker may take lines of turns before "ja" waits
     results = [worker.submit(system, direction, "Haus", place=place) for place in range(400)]
     results.append(worker.submit(system, direction, "ja"))
     for result in results:
@@ -279,7 +281,7 @@ def test_a_long_request_takes_turns_with_others(system: System) -> None:
     first.result(SECONDS)
     results[399].result(SECONDS)
     worker.close()
-    assert ended.index(400) < 390  # last if each request waited for those before
+    assert ended.index(400) < 300  # last if each request waited for those before
 
 
 def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.run_folders import PROGRESS_FILE, LossScale, Position
-from pipeline.checkpoints.resharding import Fills, Piece, Target, write_pieces
+from pipeline.checkpoints.resharding import SHAPES_FILE, Fills, Piece, Target, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
@@ -50,7 +50,12 @@ def directory_of(recipe: Recipe, tmp_path: Path) -> RunDirectory:
 
 
 def save(
-    recipe: Recipe, tmp_path: Path, position: Position = SAVED, *, weight: str = "weight 3"
+    recipe: Recipe,
+    tmp_path: Path,
+    position: Position = SAVED,
+    *,
+    weight: str = "weight 3",
+    shape: tuple[int, ...] = (1, 3),
 ) -> RunDirectory:
     """Leave a state of the recipe's run, and return its directory."""
     directory = directory_of(recipe, tmp_path)
@@ -61,6 +66,7 @@ def save(
         pieces += [Piece("master", name, 3, torch.zeros(int(size) - 3))]
         writer.settled |= write_pieces(writer.directory / "optimizer", iter(pieces), part=0)
         writer.write_json(PROGRESS_FILE, position.to_json())
+        writer.write_json(SHAPES_FILE, {"weight": shape})
 
     directory.write(directory.state_dir(position.update), kind="training_state", write=write)
     return directory
@@ -73,13 +79,18 @@ def resuming_of(recipe: Recipe, tmp_path: Path, engine: NotedState) -> Resuming:
 
 
 @pytest.mark.parametrize(
-    ("weight", "told"),
-    [("weight 5", "5 .* of weight, and the model 3"), ("bias 4", "4 .* of bias, and the model 0")],
+    ("weight", "shape", "told"),
+    [
+        ("weight 5", (1, 3), "5 values of master of weight, and the model 3"),
+        ("bias 4", (1, 3), "4 values of master of bias, and the model 0"),
+        ("weight 3", (3, 1), r"weight in the shape \(3, 1\), and the model \(1, 3\)"),
+        ("weight 3", (3,), r"weight in the shape \(3,\), and the model \(1, 3\)"),
+    ],
 )
-def test_a_state_with_values_beyond_the_model_is_refused(
-    weight: str, told: str, tmp_path: Path
+def test_a_state_of_another_model_is_refused(
+    weight: str, shape: tuple[int, ...], told: str, tmp_path: Path
 ) -> None:
-    save(make_recipe(), tmp_path, weight=weight)
+    save(make_recipe(), tmp_path, weight=weight, shape=shape)
     engine = NotedState()
     with pytest.raises(CheckpointError, match=rf"update-\d+ has {told}\. If the code"):
         resuming_of(make_recipe(), tmp_path, engine).resume()

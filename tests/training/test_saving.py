@@ -14,11 +14,11 @@ import torch
 from support.folder_listing import names_in
 from support.stage_runs import make_call
 from support.tiny_training import changed, make_recipe
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.artifacts.run_folders import Position, read_position
-from pipeline.checkpoints.resharding import Piece
+from pipeline.checkpoints.resharding import SHAPES_FILE, Piece
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError
@@ -62,7 +62,8 @@ class HeldTensors:
     """An engine that holds seven shared tensors and one rank's share of four experts."""
 
     def __init__(self, *, rank: int = 0, parallel_size: int = 1) -> None:
-        self.model = SimpleNamespace(spec=SPEC, expert_parallel_size=parallel_size)
+        self.model = cast(Any, nn.Linear(2, 3, bias=False))
+        self.model.spec, self.model.expert_parallel_size = SPEC, parallel_size
         self.value = torch.arange(3.0)
         own = EXPERTS // parallel_size
         first = (rank % parallel_size) * own
@@ -174,6 +175,7 @@ def test_a_state_holds_the_position_and_older_states_go(tmp_path: Path) -> None:
     state = open_artifact(directory.state_dir(4), kind="training_state")
     assert read_position(state) == Position(update=4, seconds=1.5)
     assert state.statistics == {"update": 4, "replanned": [change]}
+    assert state.read_json(SHAPES_FILE) == {"weight": [3, 2]}
 
 
 def publish(

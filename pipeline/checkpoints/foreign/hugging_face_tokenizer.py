@@ -198,7 +198,7 @@ def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> Fol
     # A class …Fast has the same ids as the class without.
     match (config.tokenizer_class or "").removesuffix("Fast"):
         case "M2M100Tokenizer":
-            return _m2m100_tokenizer(folder, size=size)
+            return _m2m100_tokenizer(folder, config, size=size)
         case "NllbTokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=NLLB_LANGUAGES)
             is_suffix = config.legacy_behaviour
@@ -238,21 +238,36 @@ def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConf
     return found.model_copy(update={"tokenizer_class": found.tokenizer_class or usual_class})
 
 
-def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> FolderTokenizer:
+def _m2m100_tokenizer(
+    folder: ModelFolder, config: TokenizerConfig, *, size: int
+) -> FolderTokenizer:
     vocabulary = folder.read_object(VOCABULARY_FILE)
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin / SENTENCEPIECE_FILE)
     first = len(vocabulary)
     zeros = _suppressed_rows_of_zeros(folder)
-    absent = [index for index in range(first, first + len(M2M100_LANGUAGES)) if index in zeros]
-    present = [code for index, code in enumerate(M2M100_LANGUAGES, first) if index not in zeros]
+    published = {f"__{code}__": index for index, code in enumerate(M2M100_LANGUAGES, first)}
+    absent = [index for index in published.values() if index in zeros]
+    added = {
+        token: row
+        for token, row in _added_tokens(folder, config).items()
+        if language_of_token(token) and token not in published
+    }
+    # If no file lists the published tokens, transformers 4.57 gives an added one a row of theirs.
+    rows = {token: row for token, row in published.items() if row not in added.values()} | added
+    written = {language_of_token(token) or token: token for token in rows}
     files = numbered(
         folder.origin,
         model,
         size=size - len(absent),
         specials={name: vocabulary.get(piece) for name, piece in SPECIALS.items()},
         pieces=[vocabulary.get(piece) for piece in pieces],
-        languages={code: first + place for place, code in enumerate(present)},
+        languages={
+            code: rows[token] - sum(index < rows[token] for index in absent)
+            for code, token in written.items()
+            if rows[token] not in absent
+        },
+        written=written,
     )
     return FolderTokenizer(files, "src-tgt", tuple(absent))
 

@@ -20,6 +20,7 @@ from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.export_to_hugging_face import write_vocabulary
 from pipeline.checkpoints.foreign.files import ModelFolder
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    M2M100_LANGUAGES,
     MBART50_LANGUAGES,
     NLLB_LANGUAGES,
     chosen_layout,
@@ -253,6 +254,26 @@ def test_a_language_that_was_added_leaves_the_others_that_only_a_list_has(
     assert len(tokenizer.languages) == 203
     assert tokenizer.language_token_id("gsw") == first + offset
     assert tokenizer.language_token_id("zu") == first + 201
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_language_that_was_added_to_m2m_100_has_its_id_in_the_library(
+    listed: bool, tmp_path: Path
+) -> None:
+    model = sentencepiece_model()
+    both("M2M100Tokenizer", model, tmp_path)
+    published = [f"__{code}__" for code in M2M100_LANGUAGES]
+    options: dict[str, Any] = {"additional_special_tokens": [*published]} if listed else {}
+    theirs = M2M100Tokenizer.from_pretrained(tmp_path, **options)
+    theirs.add_tokens(["__gsw__"], special_tokens=True)
+    theirs.save_pretrained(tmp_path)
+    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="", size=BEYOND)
+    ours = found.files.build()
+    # transformers has one id for Swiss German and Afrikaans where no file lists the languages.
+    assert len(ours.languages) == (101 if listed else 100)
+    assert ("af" in ours.languages) == listed
+    for code in ("gsw", "am", "zu"):
+        assert ours.language_token_id(code) == theirs.convert_tokens_to_ids(f"__{code}__")
 
 
 def test_a_folder_that_lists_no_languages_has_the_published_ones(tmp_path: Path) -> None:
