@@ -73,11 +73,12 @@ def run(call: StageCall) -> None:
             for side, number in zip(sides, found[1:], strict=True):
                 of_pair[side] += number
         if not any(counts.total() for counts in kept.values()):
-            raise DataError(
-                f"No translation of {listed(systems)} is kept (left out: {tallied(left_out)}). "
-                "Lower synthetic.min_score or synthetic.min_round_trip, or translate with another "
-                "model."
-            )
+            reason, fix = "the text has no lines", "Translate other text"
+            if left_out:
+                reason = f"left out: {tallied(left_out)}"
+                fix = "Lower synthetic.min_score or synthetic.min_round_trip, or translate with "
+                fix += "another model"
+            raise DataError(f"No translation of {listed(systems)} is kept ({reason}). {fix}.")
         writer.statistics |= statistics(corpus, kept, characters)
         for name, given in {"systems": systems, "back": back}.items():
             if given:  # digest of the checkpoint behind each translated text

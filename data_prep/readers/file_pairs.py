@@ -32,6 +32,7 @@ from data_prep.readers.raw_text import (
     FILES_IGNORED,
     FOLDERS_IGNORED,
     FOLDERS_REPEATED,
+    OR_APART,
     PACKED,
     PAIR_FORM,
     SPLIT_NAMES,
@@ -94,7 +95,8 @@ class FilePair:
             key=lambda side: side[0],
         )
         if code == other_code:
-            raise same_text(one.path, other.path, f"text of {code}")
+            fix = f"Remove one, {OR_APART}"
+            raise same_text(one.path, other.path, f"text of {code}", fix)
         return Section(
             split=self.split,
             languages=(code, other_code),
@@ -143,8 +145,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
         if not _hold_same_text(known, sections):
             raise DataError(
                 f"{first.directory} and {folder.directory} hold different text of the pair "
-                f"{key[0]}. Join them, remove one, or set corpus.regions to 'apart' if they are "
-                "two regions."
+                f"{key[0]}. Join them, remove one, {OR_APART}."
             )
         left_out[FOLDERS_REPEATED] += 1
     # A stable sort: the folders of a pair stay in the order of their trees.
@@ -201,7 +202,7 @@ def _folders_below(root: Path) -> Iterator[Path]:
 def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) -> list[FilePair]:
     """Return both files of each split."""
     if len(set(pair.codes)) < 2:
-        raise one_language(folder.directory)
+        raise one_language(folder.directory, f"Rename or remove it, {OR_APART}")
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
     for path in sorted(folder.directory.iterdir()):

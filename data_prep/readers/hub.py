@@ -12,6 +12,7 @@ from types import ModuleType
 
 from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
+    OR_APART,
     SPLIT_NAMES,
     LineSource,
     NamedPair,
@@ -100,7 +101,8 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
     first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
     if first[0] == second[0]:
-        raise one_language(f"{dataset} {pair.name}", "Leave its language out of corpus.languages")
+        fix = f"Leave its language out of corpus.languages, {OR_APART}"
+        raise one_language(f"{dataset} {pair.name}", fix)
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (

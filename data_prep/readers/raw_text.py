@@ -48,6 +48,9 @@ SPLIT_NAMES: dict[str, Split] = {
 }
 """Name in raw text → split."""
 
+OR_APART = "or set corpus.regions to 'apart' if they are two regions"
+"""Advice where two spellings count as one language, as ``pt_BR`` and ``pt_PT``."""
+
 _PAIR = re.compile(rf"({CODE})-({CODE})")
 PAIR_FORM = "two codes of ISO 639, script and region after underscores, as in de-en or en-sr_Latn"
 """Form of a name that names a pair, for messages."""
@@ -391,7 +394,8 @@ def pair_up(
     found = [(pair, file) for file in files for pair in _pairs(file, codes)]
     if not found:
         paths = listed([str(file.file.path) for file in files])
-        raise DataError(f"No record has text in two languages in {paths}. Name other files.")
+        fix = f", {OR_APART}" * any(len(group) > 1 for file in files for group in file.together)
+        raise DataError(f"No record has text in two languages in {paths}. Name other files{fix}.")
     wanted = wanted_codes(config.languages, {pair for pair, _ in found})
     selected = {pair for pair, _ in found if wanted.issuperset(pair)}
     sections = [

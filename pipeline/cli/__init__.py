@@ -86,5 +86,7 @@ def _parser() -> CommandParser:
         about = stages[""].help if "" in stages else "; ".join(": ".join(k) for k in kinds.items())
         stage_parser = parsers.add_parser(name, help=about, description=about)
         if "" not in stages:
-            stage_parser.add_argument("kind", choices=[*kinds], metavar="|".join(kinds))
+            metavar = "|".join(kinds)
+            stage_parser.add_argument("kind", choices=[*kinds], metavar=metavar)
+            stage_parser.instead = {"--": f" before {metavar}. Write one of them before it"}
     return parser

@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
     instead: Mapping[str, str] = {}
     """Option of another form of the command → the end of a sentence that says what to do.
 
-    The empty name stands for a word that no option reads."""
+    The empty name stands for a word that no option reads, and ``--`` for any option."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **settings})
@@ -82,7 +82,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(self._option_string_actions.get(name), argparse._StoreAction):
                 seen.add(name)
             if name[:2] == "--" and " " not in word and name not in self._option_string_actions:
-                fix = self.instead.get(name) or self._takers_of(name) or hint(name, known)
+                fix = self.instead.get(name) or self._takers_of(name) or self.instead.get("--")
+                fix = fix or hint(name, known)
                 self.error(f"there is no option {name!r}{fix}")
 
     def _takers_of(self, name: str) -> str:

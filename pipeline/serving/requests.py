@@ -157,7 +157,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 def _form(kind: str, request: Request, body: bytes) -> list[tuple[str, str]]:
     """Return the fields of a form; raise Refused if the body is of another type."""
     if kind == "application/x-www-form-urlencoded":
-        return _pairs(body.decode("ascii"))
+        return _pairs(body.decode())  # curl -d sends letters as they are
     if kind == "multipart/form-data":
         boundary = _BOUNDARY.search(request.headers["content-type"])
         if boundary is None:

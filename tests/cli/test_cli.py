@@ -201,6 +201,16 @@ def test_an_unknown_command_is_answered_with_a_list_that_has_each_command_once(
             "argument scales|vectors|languages|lengths: invalid choice: "
             "'lenghts' (choose from 'scales', 'vectors', 'languages', 'lengths')",
         ),
+        (
+            *("analyze", "--corpus lengths"),
+            "there is no option '--corpus' before scales|vectors|languages|lengths. Write one of "
+            "them before it",
+        ),
+        (
+            *("analyze", "--out=x vectors"),
+            "there is no option '--out' before scales|vectors|languages|lengths. Write one of "
+            "them before it",
+        ),
         ("analyze lengths", "--copus x", "there is no option '--copus'. Did you mean '--corpus'?"),
         (
             "translate --text",

@@ -413,6 +413,10 @@ def test_what_cannot_be_paired_is_refused_in_one_sentence(corpus: Artifact, tmp_
     text = translated_text(tmp_path / "text", TRANSLATED)
     with pytest.raises(DataError, match=r"of moe is kept \(left out: below min_score 6\)\. Lower"):
         added(corpus, tmp_path / "out", moe=text, min_score=-0.1)
+    for names in ((), ("a.txt",)):
+        empty = translated_text(tmp_path / f"empty{len(names)}", {"de": dict.fromkeys(names, ())})
+        with pytest.raises(DataError, match=r"is kept \(the text has no lines\)\. Translate other"):
+            added(corpus, tmp_path / "out", moe=empty)
     text = translated_text(
         tmp_path / "other", TRANSLATED | {"nl": {"a.txt": [("a lake", translation(""))] * 6}}
     )

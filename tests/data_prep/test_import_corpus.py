@@ -274,6 +274,26 @@ def test_folders_of_two_regions_name_the_setting_that_reads_both(raw: Path, out:
     assert line_counts(corpus, "train") == {"en-pt": 1, "en-pt_BR": 1}
 
 
+@pytest.mark.parametrize(
+    ("source", "files"),
+    [
+        ("tree", {"pt_BR-pt_PT/train.pt_BR": "trem\n", "pt_BR-pt_PT/train.pt_PT": "comboio\n"}),
+        ("moses", {"train.pt_BR": "trem\n", "train.pt_PT": "comboio\n"}),
+        ("tsv", {"train.tsv": "pt-BR\tpt-PT\ntrem\tcomboio\n"}),
+        ("columns", {"train.pt_BR-pt_PT.csv": "pt_BR,pt_PT\ntrem,comboio\n"}),
+    ],
+)
+def test_a_pair_of_two_regions_names_the_setting_that_reads_both(
+    raw: Path, out: Path, source: str, files: dict[str, str]
+) -> None:
+    write(raw, files)
+    said = r", or set corpus\.regions to 'apart' if they are two regions\."
+    with pytest.raises(DataError, match=said):
+        imported(out, raw, source=source)
+    corpus = imported(out, raw, source=source, regions="apart")
+    assert line_counts(corpus, "train") == {"pt_BR-pt_PT": 1}
+
+
 @pytest.mark.parametrize("packed", [GZIP[:40], GZIP[:-5], b"a\n"])
 def test_a_file_that_is_no_complete_gzip_file_is_named(raw: Path, out: Path, packed: bytes) -> None:
     write(raw, {"de-en/train.en": SENTENCES})
