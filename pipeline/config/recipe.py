@@ -352,7 +352,7 @@ def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, A
 
 
 def _without_other_kinds(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parent's settings without settings of a kind of model that ``document`` replaces.
+    """Return a parent's settings without settings that only a kind replaced by ``document`` has.
 
     For example, a front end of kind ``msc`` has none of the ``layers`` of a parent's ``wsf``.
     """
@@ -363,9 +363,9 @@ def _without_other_kinds(parent: dict[str, Any], document: Mapping[str, Any]) ->
     for name, settings in KINDS_OF_MODELS.items():
         old, new = model.get(name), its.get(name)
         if isinstance(old, dict) and isinstance(new, Mapping) and "kind" in new:
-            known = settings.get(str(new["kind"]), old)
-            gone = settings.get(str(old.get("kind")), {})
-            kept[name] = {one: old[one] for one in old if one in known or one not in gone}
+            gone = {*settings.get(str(old.get("kind")), ())}
+            gone -= {*settings.get(str(new["kind"]), gone)}
+            kept[name] = {setting: old[setting] for setting in old if setting not in gone}
     return {**parent, "model": kept}
 
 

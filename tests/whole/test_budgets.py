@@ -268,6 +268,10 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/extensions/tasks", 7, "holder of a checkpoint: another folder than an XLM-R's"),
     ("pipeline/artifacts", 6, "holder of a checkpoint: a manifest of other software"),
     ("error messages", 4, "holder of a checkpoint: a sentence instead of silence"),
+    ("pipeline/artifacts", 3, "someone whose phases leave pairs out"),
+    ("pipeline/batching", 3, "someone whose phases leave pairs out"),
+    ("pipeline/checkpoints/assembly", 12, "someone whose parts have other converter layers"),
+    ("pipeline", 32, "someone who changes the kind of a front end"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

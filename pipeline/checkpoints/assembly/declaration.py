@@ -188,17 +188,19 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
     bodies = [models[part] for part in ("decoder", "encoder") if part in models]
     experts = [model.moe for model in bodies if model.moe is not None]
     free = {"decoder_router", "num_groups"}
-    if assembly.experts is None and len({e.model_dump_json(exclude=free) for e in experts}) > 1:
-        raise ConfigError(
-            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
-            "declare the experts of the model in [experts]."
-        )
     # Some settings of language modules change what the same tensors compute.
     modules = [body.language_modules for body in bodies if body.language_modules is not None]
-    if "language_modules" not in assembly.model and any(one != modules[0] for one in modules):
+    differ = {
+        "experts": assembly.experts is None
+        and len({moe.model_dump_json(exclude=free) for moe in experts}) > 1,
+        "model.language_modules": "language_modules" not in assembly.model
+        and any(one != modules[0] for one in modules),
+    }
+    for section in filter(differ.get, differ):
+        what = section.removeprefix("model.").replace("_", " ")
         raise ConfigError(
-            f"{present['encoder'].origin} and {present['decoder'].origin} have different language "
-            "modules: declare the language modules of the model in [model.language_modules]."
+            f"{present['encoder'].origin} and {present['decoder'].origin} have different {what}: "
+            f"declare the {what} of the model in [{section}]."
         )
     if bodies:
         settings["language_modules"] = modules[0].model_dump() if modules else None
