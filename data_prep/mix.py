@@ -156,7 +156,7 @@ def _as_phase(
     if config.sampling_over == "pairs":
         one_way = {
             pair: float(ways[0] == directions_of(pair)[0])
-            for pair in sizes
+            for pair in drawn
             if config.targets or is_synthetic(pair)
             if len(ways := drawn_directions(pair, config)) == 1
         }

@@ -158,6 +158,35 @@ def test_a_table_of_names_replaces_that_of_a_parent_whole(
         assert found == wanted
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "found"),
+    [
+        ("bytes+wsf+msc", [], {"front": {"kind": "msc", "layer": 0}}),
+        ("bytes+wsf", ["model.front.kind=subwords"], {"front": {"kind": "subwords"}}),
+        ("bytes+ada_msha", ["model.front={kind='wsf'}"], {"front": {"kind": "wsf", "layers": 4}}),
+        (
+            "dense_iwslt14+lms_fd",
+            ["model.language_modules.kind=language_experts"],
+            {"language_modules": {"kind": "language_experts", "shared": True}},
+        ),
+    ],
+)
+def test_another_kind_of_model_inherits_the_settings_that_it_has(
+    recipe: str, overrides: list[str], found: dict[str, Any]
+) -> None:
+    model = load_recipe(recipe, parse_overrides(overrides)).model.model_dump(mode="json")
+    for table, settings in found.items():
+        assert {name: model[table][name] for name in settings} == settings
+
+
+def test_a_setting_that_no_kind_of_model_has_is_refused_in_a_parent_too(tmp_path: Path) -> None:
+    (tmp_path / "parent.toml").write_text("[model.front]\nkind = 'wsf'\nlayer = 1\nlayerz = 2\n")
+    child = tmp_path / "child.toml"
+    child.write_text("parent = 'parent.toml'\n[model.front]\nkind = 'msc'\nlayers = 3\n")
+    with pytest.raises(ConfigError, match=r"layerz'. .*'model.front.layers'"):
+        load_recipe(str(child))
+
+
 def test_a_table_of_names_of_a_plan_gives_way_whole_in_the_order_of_its_layers(
     tmp_path: Path,
 ) -> None:

@@ -271,10 +271,13 @@ class Mixture:
         return cls((Phase(1, probabilities),))
 
     def draws(self, direction: Direction) -> bool:
-        """Return whether any phase draws this direction."""
+        """Return whether any phase draws this direction; True for a pair without training text."""
         pair = direction.pair
         unwanted = 0.0 if pair.startswith(f"{direction.source}-") else 1.0
-        return any(phase.forward.get(pair) != unwanted for phase in self.phases)
+        return any(
+            phase.probabilities.get(pair, 1.0) > 0 and phase.forward.get(pair) != unwanted
+            for phase in self.phases
+        )
 
 
 def lines_per_language(artifact: Artifact) -> dict[str, int]:

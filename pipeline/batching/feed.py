@@ -352,7 +352,9 @@ class TrainingData:
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
         self.mixture, self.seed = mixture, seed
         self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
-        self.train_lines = line_counts(shards, "train")
+        drawn = {way.pair for way in _directions(self.train) if mixture.draws(way)}
+        lines = line_counts(shards, "train")
+        self.train_lines = {pair: count for pair, count in lines.items() if pair in drawn}
 
     def updates(
         self, cursor: Cursor, *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
@@ -400,8 +402,9 @@ class TrainingData:
             )
         if not self.validated():
             raise ConfigError(
-                "The shards have no validation sentences, and the best checkpoint is chosen by "
-                "them. Give the corpus a valid set for at least one pair."
+                "The shards have no validation sentences of a direction that the mixture draws, "
+                "and the best checkpoint is chosen by them. Give the corpus a valid set for at "
+                "least one of its pairs."
             )
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:

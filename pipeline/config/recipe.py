@@ -50,6 +50,7 @@ from pipeline.config.settings import (
     EXTRA_TOKENS,
     Settings,
     describe_validation,
+    settings_of_kinds,
     shown,
     tables_of_names,
 )
@@ -224,6 +225,8 @@ else:
     """The sections of the core and of the installed extensions."""
 
 
+KINDS_OF_MODELS = settings_of_kinds(ModelConfig)
+"""Setting of ``[model]`` with several kinds → kind → its settings, for example of ``front``."""
 TABLES = frozenset(tables_of_names(Recipe))
 """Settings that are a table of the user's names, for example ``corpus.cldr.train_pairs``."""
 
@@ -348,7 +351,26 @@ def _with_parents(
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``base``, changed by the settings of ``document``."""
-    return merge(_inherited(base, document), document, values=TABLES)
+    inherited = _without_other_kinds(_inherited(base, document), document)
+    return merge(inherited, document, values=TABLES)
+
+
+def _without_other_kinds(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parent's settings without settings that only a kind replaced by ``document`` has.
+
+    For example, a front end of kind ``msc`` has none of the ``layers`` of a parent's ``wsf``.
+    """
+    model, its = parent.get("model"), document.get("model")
+    if not isinstance(model, dict) or not isinstance(its, Mapping):
+        return parent
+    kept = dict(model)
+    for name, settings in KINDS_OF_MODELS.items():
+        old, new = model.get(name), its.get(name)
+        if isinstance(old, dict) and isinstance(new, Mapping) and "kind" in new:
+            gone = {*settings.get(str(old.get("kind")), ())}
+            gone -= {*settings.get(str(new["kind"]), gone)}
+            kept[name] = {setting: old[setting] for setting in old if setting not in gone}
+    return {**parent, "model": kept}
 
 
 def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ model can then do. Extensions (:mod:`pipeline.extensions`) subclass them, and
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from functools import reduce
@@ -88,6 +88,16 @@ def tables_of_names(settings: type[BaseModel], *, table: str = "") -> Iterator[s
                 yield from tables_of_names(kind, table=path)
             elif get_origin(kind) in (Annotated, Union, UnionType):
                 kinds += get_args(kind)
+
+
+def settings_of_kinds(settings: type[BaseModel]) -> dict[str, dict[str, Collection[str]]]:
+    """Return setting → kind → names of its table's settings, for tables of several kinds."""
+    tables = {name: _tables_in(one.annotation) for name, one in settings.model_fields.items()}
+    return {
+        name: {str(_kind_of(kind)): kind.model_fields for kind in kinds}
+        for name, kinds in tables.items()
+        if len(kinds) > 1
+    }
 
 
 # ---------------------------------------------------------------- ranges

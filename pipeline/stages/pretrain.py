@@ -138,7 +138,7 @@ def check_tier(call: StageCall, data: TrainingData) -> None:
         ConfigError: none is.
     """
     training, of_pairs = call.recipe.training, tiers_of_training(call)
-    tiers = {of_pairs[pair] for pair in data.valid.offsets if pair in of_pairs}
+    tiers = {of_pairs[way.pair] for way in data.validated() if way.pair in of_pairs}
     if training.best_by != "all" and training.best_by not in tiers:
         found = ", ".join(sorted(tiers)) or "none"
         raise ConfigError(

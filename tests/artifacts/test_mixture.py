@@ -261,6 +261,18 @@ def test_only_directions_into_targets_are_drawn_by_the_sizes_of_pairs(
     assert all(plain.draws(way) for pair in COUNTS for way in directions_of(pair))
 
 
+@pytest.mark.parametrize("sampling_over", ["pairs", "directions"])
+@pytest.mark.parametrize(("code", "pair"), [("de", "de-en"), ("fr", "en-fr")])
+def test_targets_may_suit_only_the_pairs_that_phases_draw(
+    code: str, pair: str, sampling_over: str, tmp_path: Path
+) -> None:
+    phases = [{"pairs": [pair]}, {"from_update": 9, "pairs": [pair]}]
+    made = mixture(tmp_path, targets=[code], phases=phases, sampling_over=sampling_over)
+    found = read_mixture(made)
+    drawn = {str(way) for one in COUNTS for way in directions_of(one) if found.draws(way)}
+    assert drawn == {f"en-{code}"}
+
+
 def test_targets_weigh_directions_as_in_a_mixture_of_both(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"sampling_over": "directions", "sampling_unit": "tokens"}
     (both,) = read_mixture(mixture(tmp_path / "both", **settings)).phases

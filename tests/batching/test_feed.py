@@ -171,6 +171,14 @@ def test_zero_shot_directions_are_validated_into_the_targets_of_training_only(
     found = {str(way) for way, _ in data.validation(budget=60)}
     assert found & {"de-fr", "fr-de"} == zero_shot
     assert found >= {"de-en", "fr-en"}
+    # A pair that no phase draws is neither validated nor counted, and no target of training.
+    for kept, own in (("de-en", {"de", "en"}), ("en-fr", {"en", "fr"})):
+        phase = Phase(1, {"de-en": 0.0, "en-fr": 0.0, kept: 1.0}, forward)
+        data = TrainingData(shards, Mixture((phase, phase)), BatchesConfig(), seed=1)
+        ways = {way for way, _ in data.validation(budget=60)}
+        assert {way.pair for way in ways} - {"de-fr"} == {kept}
+        assert {way.target for way in ways} <= own
+        assert data.train_lines == {kept: 2}
 
 
 def one_by_one(data: TrainingData, plan: MicroBatch) -> Batch:

@@ -181,17 +181,29 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
     settings = next(iter(models.values())).model_dump()
     if "encoder" in models:
         settings["encoder_layers"] = models["encoder"].encoder_layers
+        settings["converter_layers"] = models["encoder"].converter_layers
     if "decoder" in models:
         settings["decoder_layers"] = models["decoder"].decoder_layers
     # The decoder decides the routing; the experts of the encoder must be the same.
-    bodies = (models[part] for part in ("decoder", "encoder") if part in models)
+    bodies = [models[part] for part in ("decoder", "encoder") if part in models]
     experts = [model.moe for model in bodies if model.moe is not None]
     free = {"decoder_router", "num_groups"}
-    if assembly.experts is None and len({e.model_dump_json(exclude=free) for e in experts}) > 1:
+    # Some settings of language modules change what the same tensors compute.
+    modules = [body.language_modules for body in bodies if body.language_modules is not None]
+    differ = {
+        "experts": assembly.experts is None
+        and len({moe.model_dump_json(exclude=free) for moe in experts}) > 1,
+        "model.language_modules": "language_modules" not in assembly.model
+        and any(one != modules[0] for one in modules),
+    }
+    for section in filter(differ.get, differ):
+        what = section.removeprefix("model.").replace("_", " ")
         raise ConfigError(
-            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
-            "declare the experts of the model in [experts]."
+            f"{present['encoder'].origin} and {present['decoder'].origin} have different {what}: "
+            f"declare the {what} of the model in [{section}]."
         )
+    if bodies:
+        settings["language_modules"] = modules[0].model_dump() if modules else None
     moe = next((found.model_dump() for found in experts), None)
     if assembly.experts is not None:
         stays = {name: value for name, value in (moe or {}).items() if name not in free}

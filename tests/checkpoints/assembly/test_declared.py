@@ -331,6 +331,56 @@ def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]
     assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
 
 
+MIXED = """
+[sources]
+plain = "plain"
+other = "other"
+[parts]
+embeddings = "{embeddings}"
+encoder = "{encoder}"
+decoder = "{decoder}"
+"""
+LOW_RANK = {"kind": "low_rank", "rank": 2}
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize(
+    ("parts", "settings"),
+    [
+        ({"embeddings": "plain", "encoder": "other", "decoder": "other"}, {"converter_layers": 1}),
+        ({"embeddings": "other", "encoder": "plain", "decoder": "plain"}, {"converter_layers": 1}),
+        (
+            {"embeddings": "plain", "encoder": "other", "decoder": "other"},
+            {"language_modules": LOW_RANK | {"synthesis": "language_wise"}},
+        ),
+    ],
+)
+def test_parts_decide_their_settings_and_not_the_embeddings(
+    parts: dict[str, str], settings: dict[str, Any]
+) -> None:
+    make_checkpoint(Path("plain"), tiny_model(byte_spec(), seed=1))
+    make_checkpoint(Path("other"), tiny_model(byte_spec(model=settings), seed=2))
+    assert main(["upcycle", declare(MIXED.format(**parts)), "--out", "made"]) == 0
+    made, body = (read_spec(open_checkpoint(Path(name))) for name in ("made", parts["encoder"]))
+    assert made.model == body.model
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_language_modules_that_differ_are_not_taken_for_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their tensors are the same, but not the language that chooses them."""
+    for name, synthesis in (("plain", "pair_wise"), ("other", "language_wise")):
+        modules = LOW_RANK | {"synthesis": synthesis}
+        spec = byte_spec(model={"language_modules": modules})
+        make_checkpoint(Path(name), tiny_model(spec))
+    text = MIXED.format(embeddings="plain", encoder="plain", decoder="other")
+    assert main(["upcycle", declare(text), "--out", "made"]) == 2
+    assert "plain and other have different language modules: declare" in capsys.readouterr().err
+    declared = '[model.language_modules]\nkind = "low_rank"\nrank = 2\n'
+    assert main(["upcycle", declare(text + declared), "--out", "made"]) == 0
+
+
 # ---------------------------------------------------------------- careless users
 
 
