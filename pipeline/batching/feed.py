@@ -404,7 +404,7 @@ class TrainingData:
             raise ConfigError(
                 "The shards have no validation sentences of a direction that the mixture draws, "
                 "and the best checkpoint is chosen by them. Give the corpus a valid set for at "
-                "least one of its pairs."
+                "least one such pair."
             )
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:

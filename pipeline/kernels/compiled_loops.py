@@ -127,7 +127,7 @@ def multiply_in_8_bits(
         total = np.int32(0)
         for i in range(len(weight_I)):
             total += np.int32(np.int32(weight_I[i]) * np.int32(rounded_I[i]))
-        # numba adds in 64 bits; of a sum whose lower half is asked for, LLVM computes no more.
+        # numba adds in 64 bits; LLVM computes only the lower half, since no other is used.
         y = np.float32(np.int32(total)) * (scale_O[o] / step) * largest
         y_O[o] = y if bias_O is None else y + bias_O[o]
 
