@@ -483,6 +483,31 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
         assert needed(slurm)["clean"] == {"corpus"}
 
 
+@pytest.mark.parametrize("row", ["PENDING", "RUNNING"])
+@pytest.mark.parametrize("setting", ["clean", "corpus"])
+def test_a_job_that_would_replace_what_is_up_to_date_again_is_canceled(
+    slurm: FakeSlurm, tmp_path: Path, row: str, setting: str
+) -> None:
+    """A user submits with another setting, thinks better of it, and submits without it."""
+    make(tiny(tmp_path))
+    other = {"clean": {"max_length_ratio": 3.5}, "corpus": {"max_train_lines": 2}}[setting]
+    submit(tiny(tmp_path, **{setting: other}))
+    first = slurm.ids()
+    slurm.become(next(iter(first.values())), row)
+    for revoked in (first, {}):
+        done = {name: f"{name}: done" for name in ("corpus", "clean")}
+        for name, job in revoked.items():
+            done[name] += f"; canceled job {job}, which would replace it"
+        assert submit(tiny(tmp_path)) == [*done.values()]
+        assert not slurm.live()
+    # One that would find it done stays.
+    submit(tiny(tmp_path, **{setting: other}))
+    make(tiny(tmp_path, **{setting: other}))
+    before = slurm.live()
+    assert submit(tiny(tmp_path, **{setting: other})) == ["corpus: done", "clean: done"]
+    assert slurm.live() == before != {}
+
+
 def test_running_training_is_canceled_only_if_asked(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     first = slurm.ids()
