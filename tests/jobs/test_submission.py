@@ -198,6 +198,30 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
 
 
+@pytest.mark.parametrize("options", [("--mem=4G",), ("--mem", "4G")])
+@pytest.mark.parametrize("own", ["128G", None])
+def test_the_memory_of_a_stage_comes_before_the_site_s(
+    slurm: FakeSlurm, out: Path, options: tuple[str, ...], own: str | None
+) -> None:
+    path, job = out.with_name("memory.toml"), f', job = {{ memory = "{own}" }}' if own else ""
+    text = GRAPH.replace('run = "import_corpus"', f'run = "import_corpus"{job}')
+    path.write_text(text, encoding="utf-8")
+    plan = resolve_plan(load_plan(str(path)), out_dir=out, auto="cpu_fp32").chosen(only=["corpus"])
+    submit_plan(plan, SITE.model_copy(update={"options": options}), say=lambda _: None)
+    last = ("--mem=128G",) if own else options  # which sbatch takes
+    assert slurm.jobs[slurm.ids()["corpus"]]["options"][-len(last) :] == [*last]
+
+
+@pytest.mark.parametrize("said", ["Access/permission denied", "Invalid job id specified"])
+def test_a_refusal_to_cancel_names_what_can_be_done(slurm: FakeSlurm, out: Path, said: str) -> None:
+    """A user may have submitted to the folder of another, or a job has just been forgotten."""
+    submit(one_stage(out))
+    answers(slurm, "scancel", f'echo "scancel: error: Kill job error: {said}" >&2; exit 1')
+    told = r"Run this again, or let the user who submitted them cancel them\.$"
+    with pytest.raises(SchedulerError, match=f"{said}.*{told}"):
+        cancel_jobs(one_stage(out), [])
+
+
 def test_a_job_whose_id_was_never_recorded_is_found_again(slurm: FakeSlurm, out: Path) -> None:
     """The command may be killed after sbatch took the job and before its id is written."""
     submit(graph(out))
