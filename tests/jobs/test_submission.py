@@ -508,14 +508,15 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
 
 
 @pytest.mark.parametrize("row", ["PENDING", "RUNNING"])
-@pytest.mark.parametrize("setting", ["clean", "corpus"])
+@pytest.mark.parametrize(
+    "other", [{"clean": {"max_length_ratio": 3.5}}, {"corpus": {"max_train_lines": 2}}]
+)
 def test_a_job_that_would_replace_what_is_up_to_date_again_is_canceled(
-    slurm: FakeSlurm, tmp_path: Path, row: str, setting: str
+    slurm: FakeSlurm, tmp_path: Path, row: str, other: dict[str, dict[str, Any]]
 ) -> None:
     """A user submits with another setting, thinks better of it, and submits without it."""
     make(tiny(tmp_path))
-    other = {"clean": {"max_length_ratio": 3.5}, "corpus": {"max_train_lines": 2}}[setting]
-    submit(tiny(tmp_path, **{setting: other}))
+    submit(tiny(tmp_path, **other))
     first = slurm.ids()
     slurm.become(next(iter(first.values())), row)
     for revoked in (first, {}):
@@ -525,10 +526,10 @@ def test_a_job_that_would_replace_what_is_up_to_date_again_is_canceled(
         assert submit(tiny(tmp_path)) == [*done.values()]
         assert not slurm.live()
     # One that would find it done stays.
-    submit(tiny(tmp_path, **{setting: other}))
-    make(tiny(tmp_path, **{setting: other}))
+    submit(tiny(tmp_path, **other))
+    make(tiny(tmp_path, **other))
     before = slurm.live()
-    assert submit(tiny(tmp_path, **{setting: other})) == ["corpus: done", "clean: done"]
+    assert submit(tiny(tmp_path, **other)) == ["corpus: done", "clean: done"]
     assert slurm.live() == before != {}
 
 
