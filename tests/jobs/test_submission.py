@@ -304,6 +304,7 @@ def test_variables_of_the_shell_change_neither_jobs_nor_answers(
 ) -> None:
     """A site may set options of sbatch, which override those of the job script."""
     dropped = "SBATCH_EXPORT SBATCH_OPEN_MODE SBATCH_CLUSTERS SQUEUE_STATES MMNMT_CONTAINER"
+    dropped += " SBATCH_TIMELIMIT"  # the name that --time has there
     kept = {"SBATCH_RESERVATION", "SLURM_JWT", "SLURM_CONF"}
     for name in (*dropped.split(), *kept):
         monkeypatch.setenv(name, "x")
