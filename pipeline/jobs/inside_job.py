@@ -97,6 +97,9 @@ _REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
 _SLURM_FIX = "Load SLURM's module in the setup of the site file (MMNMT_SETUP)"
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+_OTHER_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+"""Variables that sbatch passes on from the user's shell, and by which each rank would be the same
+rank of another world."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,7 @@ class _StageRun:
         if self._requests:  # to stop, before there is anything to stop
             self._pass_on()
             return EXIT_RUN_AGAIN
-        environment = without_gpu_binding(os.environ) | self._variables(folder)
+        environment = environment_of_ranks(os.environ) | self._variables(folder)
         if module == INSIDE_JOB:  # a cluster without PMIx runs everything else
             environment.setdefault("SLURM_MPI_TYPE", "pmix")
         command = [*step_options(self._job), *python(), "-m", module, *arguments]
@@ -429,13 +432,15 @@ def step_options(job: RunningJob) -> list[str]:
     return [*command, f"--ntasks={len(job.nodes)}", *labels]
 
 
-def without_gpu_binding(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that make srun show a rank only its own GPU.
+def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without another launcher's variables, and without GPU binding.
 
-    Then NCCL has no peer access between the GPUs of a node (nccl issue 1066). ``--gpu-bind=none``
-    is no way: with it SLURM 22.05 leaves CUDA_VISIBLE_DEVICES unset.
+    With GPU binding, srun shows a rank only its own GPU, and NCCL has no peer access between the
+    GPUs of a node (nccl issue 1066). ``--gpu-bind=none`` is no way: with it SLURM 22.05 leaves
+    CUDA_VISIBLE_DEVICES unset.
     """
-    return {name: value for name, value in environment.items() if name not in _GPU_BINDING}
+    dropped = (*_GPU_BINDING, *_OTHER_LAUNCHER)
+    return {name: value for name, value in environment.items() if name not in dropped}
 
 
 def meeting_port(job: str) -> int:

@@ -51,12 +51,13 @@ class Request:
             "ntasks-per-node": asked.tasks_per_node,
             "cpus-per-task": asked.cpus_per_task,
             "gpus-per-node": asked.gpus_per_node or None,
-            "mem": asked.memory,
             "dependency": self._dependency() or None,
         }
         command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes"]
         command += [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [*command, *queue.options, str(STAGE_SCRIPT), *self.arguments]
+        # The stage's own memory comes last: of two options, sbatch takes the last.
+        memory = [] if asked.memory is None else [f"--mem={asked.memory}"]
+        return [*command, *queue.options, *memory, str(STAGE_SCRIPT), *self.arguments]
 
     def _dependency(self) -> str:
         kinds = {"afterok": self.after_done, "afterany": self.after_end}

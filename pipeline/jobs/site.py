@@ -62,7 +62,8 @@ OWN_OPTIONS = {
 
 OWN_VARIABLES = (
     *("MMNMT_SETUP", "MMNMT_CONTAINER", "MMNMT_THREADS", "MMNMT_MAX_RESTARTS"),
-    *("SBATCH_ARRAY_INX", *(f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS)),
+    *("SBATCH_ARRAY_INX", "SBATCH_TIMELIMIT"),  # named otherwise than their options
+    *(f"SBATCH_{name.upper().replace('-', '_')}" for name in OWN_OPTIONS),
 )
 """Variables by which settings reach the job script, and variables of those options of sbatch."""
 
@@ -74,7 +75,7 @@ _UNUSABLE = {
     "PATH": "sbatch itself would be looked for in that PATH. Export it in setup",
     **{
         name: f"a job sets {name} itself. Leave it out"
-        for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
+        for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "SRUN_CPUS_PER_TASK", "WORLD_SIZE")
     },
 }
 """Variable that has no effect as a site's, or a wrong one → the refusal."""

@@ -184,7 +184,8 @@ def cancel(job_ids: Collection[str]) -> None:
     answer = _ask(["scancel", *job_ids])
     if answer.returncode != 0:
         raise SchedulerError(
-            f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Try scancel."
+            f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Run this again, or let "
+            "the user who submitted them cancel them."
         )
 
 

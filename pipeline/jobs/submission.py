@@ -4,7 +4,7 @@ Each stage that is not up to date becomes one job. It starts when the jobs of th
 reads from have succeeded; stages that do not need each other run side by side. Jobs are recorded in
 ``OUT/.jobs.json``, and ``submit_plan`` can be called again at any time:
 
-- a stage that is up to date is skipped;
+- a stage that is up to date is skipped, and a job that would replace it with another is canceled;
 - a stage keeps a job that waits or runs, if it would be submitted with the same settings;
 - a waiting job with other settings is canceled and submitted anew, as is everything that reads from
   it. A running job stays if it makes the same artifact; training that makes another artifact is
@@ -161,11 +161,14 @@ class Decision:
     """Its waiting or running job."""
     request: Request | None
     """Its new job, without dependencies; None if it gets none."""
+    is_revoked: bool = False
+    """Whether its job is canceled although it gets no new one."""
 
     @property
     def canceled(self) -> tuple[str, ...]:
-        """Return the id of the job that the new one takes the place of, if any."""
-        return (self.job.id,) if self.job is not None and self.request is not None else ()
+        """Return the id of the job that is canceled, if any."""
+        ends = self.request is not None or self.is_revoked
+        return (self.job.id,) if self.job is not None and ends else ()
 
 
 Check = Callable[[Task, Allocation], None]
@@ -205,11 +208,17 @@ class _Submission:
         for task in self.resolved.tasks:
             refuse_edits(task)
             reason, job = reasons[task.name], self.jobs.get(task.name)
+            needs = renewed.intersection(task.planned.dependencies())
             if reason is None:
-                decisions.append(Decision(task, None, job, None))
+                is_revoked = (
+                    job is not None
+                    and not _is_ending(task, job)
+                    and not self._keeps(task, job, None, is_renewed=bool(needs))
+                )
+                renewed |= {task.name} if is_revoked else set()  # SLURM cancels what waits for it
+                decisions.append(Decision(task, None, job, None, is_revoked))
                 continue
             refuse_missing_inputs(self.resolved, task, submitted=self.jobs)
-            needs = renewed.intersection(task.planned.dependencies())
             request = self._request(task, replaces=self._replaces(task, reasons))
             if job is not None and self._keeps(task, job, request, is_renewed=bool(needs)):
                 decisions.append(Decision(task, reason, job, None))
@@ -231,8 +240,10 @@ class _Submission:
         inputs_stay = all(reasons.get(name) is None for name in task.planned.dependencies())
         return task.is_made and inputs_stay
 
-    def _keeps(self, task: Task, job: SlurmJob, request: Request, *, is_renewed: bool) -> bool:
-        """Return whether a stage keeps its waiting or running job.
+    def _keeps(
+        self, task: Task, job: SlurmJob, request: Request | None, *, is_renewed: bool
+    ) -> bool:
+        """Return whether a stage keeps its waiting or running job; up to date, it has no request.
 
         Raises:
             ArtifactError: training that runs would be canceled, and that is not asked for.
@@ -241,7 +252,9 @@ class _Submission:
         same_work = record.work == work_digest(self.resolved, task) and not is_renewed
         if same_work and _is_ending(task, job):
             return False
-        if same_work and (job.runs or record.command == self.command_digest(task, request)):
+        if same_work and (
+            job.runs or not request or record.command == self.command_digest(task, request)
+        ):
             return True
         if job.runs and task.stage.trains and task.name not in self._rebuild:
             raise ArtifactError(
@@ -530,6 +543,9 @@ def _line(decision: Decision, *, ids: Mapping[str, str]) -> str:
         instead = "".join(f", instead of job {old}" for old in decision.canceled)
         return f"{name}: submitted as job {ids[name]}{instead} ({decision.reason})"
     if decision.reason is None:
-        return f"{name}: done"
+        instead = "".join(
+            f"; canceled job {old}, which would replace it" for old in decision.canceled
+        )
+        return f"{name}: done{instead}"
     assert job is not None
     return f"{name}: {'runs' if job.runs else 'waits'} as job {job.id}"

@@ -18,13 +18,13 @@ from support.forked import started_code
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.inside_job import (
+    environment_of_ranks,
     failed_nodes,
     main,
     meeting_port,
     running_job,
     step_options,
     why_asked,
-    without_gpu_binding,
 )
 from pipeline.jobs.job_endings import (
     REPORTS,
@@ -179,6 +179,18 @@ def test_a_request_to_stop_while_a_job_is_set_up_does_not_end_it(bench: Bench, s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_do_not_take_the_place_that_a_variable_of_the_user_s_shell_names(
+    bench: Bench, rank: str
+) -> None:
+    """Sbatch passes on what the shell exports, for example for torchrun by hand."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    bench.variables = {**world, "MASTER_ADDR": "elsewhere", "USER_S": "stays"}
+    names = {*world, "USER_S"}
+    bench.run(f'end(0, "failed", str(sorted({names} & {{*os.environ}})))')
+    assert "['USER_S']" in bench.verdict().cause
+
+
 def test_a_step_that_ends_with_0_but_without_its_artifact_failed(bench: Bench) -> None:
     assert bench.run("[end(rank, 'done') for rank in range(4)]") == 1
     assert "failed: ended without an error but left no finished artifact" in bench.said
@@ -427,7 +439,7 @@ def test_variables_tell_the_ranks_and_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_ranks_of_a_node_see_all_its_gpus() -> None:
     per_task = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_GPUS_ON_NODE": "2"}
-    assert without_gpu_binding(per_task) == {"SLURM_GPUS_ON_NODE": "2"}
+    assert environment_of_ranks(per_task) == {"SLURM_GPUS_ON_NODE": "2"}
 
 
 def test_a_port_that_is_taken_is_left_out() -> None:

@@ -172,13 +172,17 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ),
         *(
             (f"environment = {{ {name} = '1' }}\n[node]\ncpus = 8", f"submit sets {name} itself.")
-            for name in ("MMNMT_SETUP", "MMNMT_MAX_RESTARTS", "SBATCH_EXPORT", "SBATCH_OPEN_MODE")
+            for name in (
+                *("MMNMT_SETUP", "MMNMT_MAX_RESTARTS", "SBATCH_EXPORT", "SBATCH_OPEN_MODE"),
+                "SBATCH_TIMELIMIT",
+            )
         ),
         *(
             (f"environment = {{ {name} = '1' }}\n[node]\ncpus = 8", f"environment: {told}")
             for name, told in (
                 ("OMP_NUM_THREADS", "a job sets OMP_NUM_THREADS by `threads` of the stage."),
                 ("MASTER_PORT", "a job sets MASTER_PORT itself. Leave it out."),
+                ("RANK", "a job sets RANK itself. Leave it out."),
                 ("PATH", "sbatch itself would be looked for in that PATH. Export it in setup."),
             )
         ),

@@ -198,6 +198,30 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
 
 
+@pytest.mark.parametrize("options", [("--mem=4G",), ("--mem", "4G")])
+@pytest.mark.parametrize("own", ["128G", None])
+def test_the_memory_of_a_stage_comes_before_the_site_s(
+    slurm: FakeSlurm, out: Path, options: tuple[str, ...], own: str | None
+) -> None:
+    path, job = out.with_name("memory.toml"), f', job = {{ memory = "{own}" }}' if own else ""
+    text = GRAPH.replace('run = "import_corpus"', f'run = "import_corpus"{job}')
+    path.write_text(text, encoding="utf-8")
+    plan = resolve_plan(load_plan(str(path)), out_dir=out, auto="cpu_fp32").chosen(only=["corpus"])
+    submit_plan(plan, SITE.model_copy(update={"options": options}), say=lambda _: None)
+    last = ("--mem=128G",) if own else options  # which sbatch takes
+    assert slurm.jobs[slurm.ids()["corpus"]]["options"][-len(last) :] == [*last]
+
+
+@pytest.mark.parametrize("said", ["Access/permission denied", "Invalid job id specified"])
+def test_a_refusal_to_cancel_names_what_can_be_done(slurm: FakeSlurm, out: Path, said: str) -> None:
+    """A user may have submitted to the folder of another, or a job has just been forgotten."""
+    submit(one_stage(out))
+    answers(slurm, "scancel", f'echo "scancel: error: Kill job error: {said}" >&2; exit 1')
+    told = r"Run this again, or let the user who submitted them cancel them\.$"
+    with pytest.raises(SchedulerError, match=f"{said}.*{told}"):
+        cancel_jobs(one_stage(out), [])
+
+
 def test_a_job_whose_id_was_never_recorded_is_found_again(slurm: FakeSlurm, out: Path) -> None:
     """The command may be killed after sbatch took the job and before its id is written."""
     submit(graph(out))
@@ -280,6 +304,7 @@ def test_variables_of_the_shell_change_neither_jobs_nor_answers(
 ) -> None:
     """A site may set options of sbatch, which override those of the job script."""
     dropped = "SBATCH_EXPORT SBATCH_OPEN_MODE SBATCH_CLUSTERS SQUEUE_STATES MMNMT_CONTAINER"
+    dropped += " SBATCH_TIMELIMIT"  # the name that --time has there
     kept = {"SBATCH_RESERVATION", "SLURM_JWT", "SLURM_CONF"}
     for name in (*dropped.split(), *kept):
         monkeypatch.setenv(name, "x")
@@ -481,6 +506,32 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
         assert f"instead of job {before['corpus']}" in said[0]
         assert slurm.jobs[before["corpus"]]["state"] == "CANCELLED"
         assert needed(slurm)["clean"] == {"corpus"}
+
+
+@pytest.mark.parametrize("row", ["PENDING", "RUNNING"])
+@pytest.mark.parametrize(
+    "other", [{"clean": {"max_length_ratio": 3.5}}, {"corpus": {"max_train_lines": 2}}]
+)
+def test_a_job_that_would_replace_what_is_up_to_date_again_is_canceled(
+    slurm: FakeSlurm, tmp_path: Path, row: str, other: dict[str, dict[str, Any]]
+) -> None:
+    """A user submits with another setting, thinks better of it, and submits without it."""
+    make(tiny(tmp_path))
+    submit(tiny(tmp_path, **other))
+    first = slurm.ids()
+    slurm.become(next(iter(first.values())), row)
+    for revoked in (first, {}):
+        done = {name: f"{name}: done" for name in ("corpus", "clean")}
+        for name, job in revoked.items():
+            done[name] += f"; canceled job {job}, which would replace it"
+        assert submit(tiny(tmp_path)) == [*done.values()]
+        assert not slurm.live()
+    # One that would find it done stays.
+    submit(tiny(tmp_path, **other))
+    make(tiny(tmp_path, **other))
+    before = slurm.live()
+    assert submit(tiny(tmp_path, **other)) == ["corpus: done", "clean: done"]
+    assert slurm.live() == before != {}
 
 
 def test_running_training_is_canceled_only_if_asked(slurm: FakeSlurm, out: Path) -> None:

@@ -278,6 +278,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline", 16, "student: long numbers, overlays that are not there"),
     ("tests/whole", 10, "student, engineer, operator: nine faults that they met"),
     ("error messages", 1, "student: a target that the recipe leaves out"),
+    ("pipeline/jobs", 24, "operator: a setting undone, a launcher's variables in the shell"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
