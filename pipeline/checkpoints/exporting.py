@@ -185,19 +185,20 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
     moe = spec.model.moe
     if moe is not None and moe.needs_groups and moe.decoder_router != "language_group":
         return source, spec.languages  # refused by its router, which is no token router
-    if choice is None:
-        if spec.language_groups is not None:
-            raise ConfigError(
-                f"{source.origin} routes by language group (model.moe.decoder_router), which "
-                f"{export.to} cannot; for the languages of one group it is an ordinary router: "
-                f"pass --target-group from {described_groups(spec)}."
-            )
+    if choice is None and spec.language_groups is None:
         return source, spec.languages
-    group = chosen_group(source.origin, spec, choice)
+    group = 0 if choice is None else chosen_group(source.origin, spec, choice)
     assert moe is not None
     moe = moe.model_copy(update={"decoder_router": "token", "num_groups": None})
     model = spec.model.model_copy(update={"moe": moe})
     reduced = spec.model_copy(update={"model": model, "language_groups": None})
+    if choice is None:
+        refuse_unwritable(source.origin, reduced, to=export.to)  # for every group
+        raise ConfigError(
+            f"{source.origin} routes by language group (model.moe.decoder_router), which "
+            f"{export.to} cannot; for the languages of one group it is an ordinary router: "
+            f"pass --target-group from {described_groups(spec)}."
+        )
     group_weights = tensor_shapes(spec).keys() - tensor_shapes(reduced).keys()
     weights = {name.removesuffix("group_weight") + "weight": name for name in group_weights}
     tensors = OneGroupTensors(source.tensors, group, weights)
@@ -243,7 +244,7 @@ def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
     """
     if spec.language_groups is None:
         raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
-    if choice.isdecimal() and int(choice) < spec.num_groups:
+    if choice in map(str, range(spec.num_groups)):
         return int(choice)
     code = None if choice.isdecimal() else find_code(choice, spec.languages)
     if code is None:
