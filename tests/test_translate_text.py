@@ -145,6 +145,7 @@ def test_every_line_of_every_file_is_translated_as_the_filter_does(
             "deep/er/records.jsonl": as_records([LINES[0], None, "eins\nzwei", LINES[-1]]),
             "last.txt": b"",
             "picture.png": b"\x89PNG",
+            "table.csv": b"id,text\n1,eins\n",
             ".hidden.txt": b"\xff",
         }
     )
@@ -188,7 +189,8 @@ def test_every_line_of_every_file_is_translated_as_the_filter_does(
     assert made.statistics["directions"] == dict.fromkeys(["de-en", "de-fr"], len(every))
     assert made.statistics["split"] == 4
     assert made.manifest.summary[0].startswith("38 lines in 2 directions translated; ")
-    assert made.manifest.summary[-1].endswith("picture.png")
+    assert made.manifest.summary[-1].startswith("2 files left out, since text ends in .txt, .jsonl")
+    assert made.manifest.summary[-1].endswith(": picture.png, table.csv")
     assert not (bench.directory / "out.run").exists()
 
 

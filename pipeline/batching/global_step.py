@@ -276,13 +276,13 @@ class Planner:
         self._seed = seed
         self._pairs = [pairs[name] for name in self.names]
         self._longest = max((pair.longest for pair in self._pairs), default=0)
-        longest = self._longest + max(SOURCE_EXTRA, TARGET_EXTRA)
+        extra = max(SOURCE_EXTRA, TARGET_EXTRA)
+        longest, most = self._longest + extra, config.tokens - extra
         if longest > config.tokens:
+            shorten = f", or set shards.max_tokens to {most:,} or less and make the shards again"
             raise ConfigError(
                 f"The longest training sentence has {longest:,} tokens with its tags, and "
-                f"batches.tokens is {config.tokens:,}. Raise it, or set shards.max_tokens to "
-                f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
-                "again."
+                f"batches.tokens is {config.tokens:,}. Raise it{shorten if most > 0 else ''}."
             )
         line_type = np.int32 if max(map(len, self._pairs), default=0) < 2**31 else np.int64
         # numpy sorts whole numbers of 16 bits by their digits, several times as fast as others.

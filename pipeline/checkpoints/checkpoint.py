@@ -86,6 +86,7 @@ def read_spec(checkpoint: Artifact, *, may_hold_more: bool = False) -> ModelSpec
     headers = [*tensor_headers(checkpoint, "weights/")]
     held = sum(math.prod(header.shape) for header in headers)
     if wanted > MAX_LACKING * held:
+        checkpoint.check()
         raise CheckpointError(
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
             f"under weights hold {held:,} values. Restore it, or run its stage again."
@@ -98,6 +99,7 @@ def read_spec(checkpoint: Artifact, *, may_hold_more: bool = False) -> ModelSpec
 def refuse_beyond(checkpoint: Artifact, found: Iterable[str], wanted: Iterable[str]) -> None:
     """Raise CheckpointError if a checkpoint has tensors that its model does not want."""
     if beyond := sorted(set(found).difference(wanted)):
+        checkpoint.check()  # a damaged header has other names
         raise CheckpointError(
             f"{checkpoint.directory} holds tensors {_listing('beyond the model', beyond)}. Name a "
             "checkpoint of this model, or change back its code."

@@ -251,7 +251,7 @@ def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
     """
     if spec.language_groups is None:
         raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
-    if choice.isdecimal() and int(choice) < spec.num_groups:
+    if choice in map(str, range(spec.num_groups)):
         return int(choice)
     code = None if choice.isdecimal() else find_code(choice, spec.languages)
     if code is None:

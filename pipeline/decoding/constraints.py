@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -296,6 +297,10 @@ def has_sequence(tokens: Phrase, sequence: Phrase) -> bool:
     return any(tokens[start : start + len(sequence)] == sequence for start in starts)
 
 
+LONGEST_LINE = 2**20
+"""Most characters of a line of phrases."""
+
+
 def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
     """Read the tab-separated phrases of every line; an empty line has none.
 
@@ -311,9 +316,14 @@ def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
     return _phrases_of(file, path)
 
 
-def _phrases_of(file: Iterator[str], path: Path) -> Iterator[tuple[str, ...]]:
+def _phrases_of(file: TextIO, path: Path) -> Iterator[tuple[str, ...]]:
     try:
-        for line in file:
+        while line := file.readline(LONGEST_LINE + 1):  # a device has no end
+            if len(line) > LONGEST_LINE:
+                raise ConfigError(
+                    f"{path} has a line of more than {LONGEST_LINE:,} characters. Name a file of "
+                    "phrases."
+                )
             yield tuple(phrase.strip() for phrase in line.split("\t") if not is_blank(phrase))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

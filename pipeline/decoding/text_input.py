@@ -59,6 +59,7 @@ CHUNK_CHARACTERS = 2**22
 TEXT, RECORDS = ".txt", ".jsonl"
 TABLES = (PARQUET, ARROW)
 PACKED = (".gz", ".zst")
+ENDINGS = (TEXT, RECORDS, *PACKED, *TABLES)
 
 
 @dataclass(frozen=True)
@@ -269,11 +270,10 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
     """
     paths = raw.paths or (raw.only_path(),)
     files = [TextFile(path, name, field) for name, path in named_files(paths)]
-    endings = (TEXT, RECORDS, *PACKED, *TABLES)
-    texts = [file for file in files if _has_text(file.path, endings) or file.path in paths]
+    texts = [file for file in files if _has_text(file.path) or file.path in paths]
     if not texts:
         raise DataError(
-            f"{listed(raw.values)} holds no file that ends in {listed(endings)}. Name a folder "
+            f"{listed(raw.values)} holds no file that ends in {listed(ENDINGS)}. Name a folder "
             "that does, or the files themselves."
         )
     outputs: dict[str, TextFile] = {}
@@ -290,9 +290,9 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
     return texts, [file.name for file in files if file.name not in chosen]
 
 
-def _has_text(path: Path, endings: tuple[str, ...]) -> bool:
+def _has_text(path: Path) -> bool:
     is_cache = path.suffix == ARROW and path.name.startswith("cache-")
-    return path.name.endswith(endings) and not is_cache
+    return path.name.endswith(ENDINGS) and not is_cache
 
 
 @dataclass

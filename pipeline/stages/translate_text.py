@@ -25,6 +25,7 @@ from pipeline.artifacts.corpus import Direction, hypothesis_record, scores_name,
 from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.text_input import (
+    ENDINGS,
     Chunk,
     TextFile,
     chunks,
@@ -202,7 +203,7 @@ def publish(
         summarize(writer, Selection(tuple(directions), skipped=()))
         if left_out:
             writer.summary.append(
-                f"{counted(len(left_out), 'file')} left out, neither text nor packed nor a table: "
+                f"{counted(len(left_out), 'file')} left out, since text ends in {listed(ENDINGS)}: "
                 f"{listed(left_out)}"
             )
     done.remove()

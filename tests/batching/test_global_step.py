@@ -359,6 +359,10 @@ def test_a_sentence_beyond_the_budget_is_refused() -> None:
     make_planner(tokens=longest + 2)
     with pytest.raises(ConfigError, match=rf"{longest + 2} tokens .* batches\.tokens is"):
         make_planner(tokens=longest + 1)
+    # A shorter sentence has at least one token.
+    for tokens, advice in ((1, r"it\.$"), (2, r"it\.$"), (3, "it, or .* to 1 or less")):
+        with pytest.raises(ConfigError, match=rf"batches\.tokens is {tokens}\. Raise {advice}"):
+            make_planner(tokens=tokens)
 
 
 def test_the_largest_micro_batch_is_told() -> None:

@@ -417,6 +417,18 @@ def test_a_damaged_file_is_named_whatever_part_is_damaged(tmp_path: Path, kind: 
         CheckedState(state).fill([Target("master", "a", 0, torch.zeros(100))])
 
 
+@pytest.mark.parametrize("damaged", [b"decoder.final_norm.bias", b"embedding.weight"])
+def test_a_damaged_name_of_a_tensor_is_not_taken_for_a_tensor_of_another_model(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    saved = saved_checkpoint(tmp_path / "saved", tiny_model(SPEC))
+    paths = [saved.directory / name for name in saved.names("weights/")]
+    path = next(path for path in paths if damaged in path.read_bytes())
+    flip(path, path.read_bytes().index(damaged))
+    with pytest.raises(ArtifactError, match=rf"{path.name} is damaged: its digest differs"):
+        load_model(saved)
+
+
 def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     for name in saved.names("weights/"):

@@ -180,6 +180,7 @@ def test_routers_of_one_group_are_the_mean_with_the_shared_one(tmp_path: Path) -
     [
         (GROUPED, (1, 0, 0), None, r"--target-group from 0 \(en, fr\), 1 \(de\)"),
         (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
+        (GROUPED, (1, 0, 0), 5000 * "9", r"--target-group 9+: .* has the groups 0 \(en, fr\)"),
         (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* groups 0 \(en, fr\), 1 \(de\)\. Choose"),
         (MOE, None, "0", "has no language groups. Leave out --target-group"),
     ],
@@ -191,6 +192,13 @@ def test_a_group_must_be_named_where_there_are_groups_and_nowhere_else(
     export = Export(to="hf-nllb-moe", target_group=choice)
     with pytest.raises(ConfigError, match=said):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=export)
+
+
+@pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
+def test_no_group_is_asked_for_by_a_format_that_has_no_experts(to: Format, tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", moe=GROUPED, groups=(1, 0, 0))
+    with pytest.raises(CheckpointError, match=r"supports only 'none'\. Export it --to hf-nllb-moe"):
+        export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
 
 
 # ---------------------------------------------------------------- there and back

@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.tiny_models import EOS_ID, random_examples, source_of
 
 from pipeline.batching.batch import Example
 from pipeline.decoding.beam_search import beam_search_n_best
-from pipeline.decoding.constraints import BannedTexts, progress_of
+from pipeline.decoding.constraints import BannedTexts, progress_of, read_phrases
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
@@ -150,3 +151,11 @@ def test_phrases_that_what_is_banned_keeps_apart_are_refused_in_one_sentence() -
     source = replace(source_of(EXAMPLE), prefix=(4,), required=((3,),), banned=around)
     with pytest.raises(ConfigError, match="No translation was found that has all the phrases"):
         beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)
+
+
+@pytest.mark.parametrize("before", ["", "ein\tzwei\n"])
+def test_a_line_of_phrases_without_end_is_refused(before: str, tmp_path: Path) -> None:
+    path = tmp_path / "phrases"
+    path.write_text(f"{before}{'x' * 2**20}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"has a line of more than 1,048,576 characters\."):
+        list(read_phrases(path))

@@ -210,8 +210,7 @@ class _PartSource:
         assigned = self._of_router(target) if is_router(target) else self._of_other(target)
         if assigned is None:
             raise CheckpointError(
-                f"{self._tensors.origin} has nothing for {target}. Name a checkpoint with "
-                f"that layer in its {self.part}, or change [model]."
+                f"{self._tensors.origin} has nothing for {target}. {self._fix(target)}"
             )
         source, rule = assigned
         if source is not None:
@@ -223,6 +222,19 @@ class _PartSource:
                     f"{wanted}. Name sources of the model's sizes."
                 )
         return Assignment(target, self.part, source, rule)
+
+    def _fix(self, target: str) -> str:
+        """Return what to do about a tensor without a rule, which may be of a variant."""
+        layer, router, _ = target.rpartition(".router.")
+        held = [name for name in self._names if router and name.startswith(f"{layer}.")]
+        if any(name.startswith(layer + router) for name in held):
+            return "It has another router there: keep its decoder_router, or name a dense source."
+        if held:
+            return (
+                'Experts are made only of feed-forwards of kind "dense", and it has another there: '
+                f"name another source, or let the {self.part} start fresh."
+            )
+        return f"Name a checkpoint with that layer in its {self.part}, or change [model]."
 
     def _of_other(self, target: str) -> tuple[str | None, Rule] | None:
         names, experts = self._names, self._experts

@@ -1,6 +1,7 @@
 """Assembling a mixture of experts from the modules of trained models."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.moe.router import build_router
 from pipeline.model.parameters import initialize, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -268,6 +270,36 @@ def test_a_source_that_does_not_fit_is_an_error_that_names_the_tensor(
     artifact: Artifact = request.getfixturevalue(source)
     with pytest.raises(CheckpointError, match=words):
         assembled(spec, [artifact] * 3, COPY)
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ("router", "router.preference. It has another router there: keep its decoder_router"),
+        ("gate", 'router.weight. Experts are made only of feed-forwards of kind "dense"'),
+    ],
+)
+def test_what_a_variant_lacks_is_named_by_its_cause(
+    kept: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources with plain routers for one's own router, or with one's own feed-forward."""
+    own = MOE.model_copy(update={"combine_weights": "probability"})
+    if kept == "router":
+        monkeypatch.setattr(
+            "pipeline.model.moe.layer.build_router",
+            lambda spec, moe, side: (
+                SigmoidRouter(moe, spec) if moe == own else build_router(spec, moe, side=side)
+            ),
+        )
+    else:
+        monkeypatch.setattr(
+            "pipeline.model.building.dense_feed_forward",
+            lambda model: nn.ModuleDict({"gate": nn.Linear(model.width, model.width)}),
+        )
+    before = byte_spec(moe=MOE) if kept == "router" else DENSE
+    source = checkpoint_of(tmp_path / "source", tiny_model(before))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        assembled(byte_spec(moe=own), [source] * 3, COPY)
 
 
 def test_a_tensor_of_no_part_is_refused() -> None:
