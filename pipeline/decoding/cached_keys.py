@@ -319,7 +319,7 @@ class _Entries:
     value_BHSK: Tensor
     is_past: bool
     new: tuple[Tensor, Tensor, Tensor] | None = None
-    """Number of entries, and keys and values that :meth:`attend` is to write to the last ones."""
+    """Number of entries, and keys and values that :meth:`attend` writes to the last entries."""
 
     def blank(self, keys: GridKeys, batch: int, entries: int) -> "_Entries":
         """Return an empty grid for so many entries."""

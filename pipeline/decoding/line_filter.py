@@ -28,7 +28,7 @@ BATCH_LINES = 256
 FEW_LINES = 16
 """Number of first lines that are translated without compiled loops, which take long to load."""
 NAMED_PROBLEMS = 20
-"""Most unreadable lines that are reported one by one; further ones are counted."""
+"""Most unreadable lines that are reported one by one; further lines are counted."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Extension points of the model: one object per extension implements them.
 
-The core never tests for a particular extension: it loops over the installed ones. Every method has
+The core never tests for a particular extension: it loops over all installed. Every method has
 a default that changes nothing.
 """
 

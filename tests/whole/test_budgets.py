@@ -42,12 +42,12 @@ LINES = {
     "pipeline/stages": 1_209,  # 1,130: 1,300 without stage.py and registry.py, with translation.py
     "pipeline": 3_713,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
-    "pipeline/serving": 973,  # 950
+    "pipeline/serving": 970,  # 950
     "pipeline data_prep": 59_518,  # 46,000: all of the above
-    "tests": 66_783,  # 49,000: with the next three
+    "tests": 66_781,  # 49,000: with the next three
     "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
-    "tests/whole": 6_860,  # 4,500
+    "tests/whole": 6_858,  # 4,500
     "pages": 6_412,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -68,7 +68,7 @@ IDIOMS = {
     r"what is|what it|what they": 0.29,  # 0.3
     r"beside": 0.09,  # 0.1
     r"whose": 0.42,  # 0.6
-    r"one of|ones|the one": 0.71,  # 0.9
+    r"one of|ones|the one": 0.7,  # 0.9
     r"so that": 0.44,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
@@ -89,33 +89,36 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("data_prep", 31, "someone who names what is not there"),
+    ("pipeline/artifacts", 32, "someone with folders that cannot be read"),
+    ("pipeline/jobs", 117, "an operator with a site of modules and setups"),
+    ("pipeline/kernels", 40, "who translates single sentences in 8 bits on a CPU"),
+    ("pipeline/decoding", 45, "who translates single sentences in 8 bits on a CPU"),
+    ("pipeline/training", 69, "someone with a loss or router of their own"),
+    ("pipeline/checkpoints/foreign", 30, "someone who holds a folder of an inner model"),
+    ("pipeline/model", 55, "someone whose router has state or other types"),
+    ("pipeline/cli", 52, "someone who mistypes an option"),
+    ("pipeline/checkpoints", 25, "someone who prunes a router of their own"),
+    ("pipeline/checkpoints/assembly", 28, "someone who declares new languages"),
+    ("pipeline/batching", 16, "someone who validates zero-shot pairs"),
+    ("pipeline/distributed", 25, "an operator with a site of modules and setups"),
+    ("pipeline/stages", 39, "someone who mistypes a language"),
+    ("pipeline", 63, "someone who names what is not there"),
+    ("pipeline data_prep", 943, "all of the above: what users in six roles met"),
+    ("tests", 2809, "someone who meets what roles tried"),
+    ("tests/whole", 70, "someone who meets what roles tried"),
+    ("pages", 14, "someone who follows the pages"),
+    ("imports inside functions", 1, "who starts a command without compiled loops"),
     ("pipeline/evaluation", 7, "someone whose sets of languages are absent"),
-    ("data_prep", 23, "someone who names what is not there"),
-    ("pipeline/artifacts", 29, "someone with folders that cannot be read"),
-    ("pipeline/jobs", 98, "an operator with a site of modules and setups"),
     ("pipeline/kernels", 2, "someone whose router has state or other types"),
     ("pipeline/decoding", 3, "someone whose router has layers of its own"),
-    ("pipeline/training", 23, "someone with a loss or router of their own"),
-    ("pipeline/checkpoints/foreign", 15, "someone who holds a folder of an inner model"),
-    ("pipeline/model", 51, "someone whose router has state or other types"),
     ("pipeline/estimates", 29, "who estimates a module of their own"),
-    ("pipeline/cli", 46, "someone who mistypes an option"),
-    ("pipeline/checkpoints", 8, "someone who prunes a router of their own"),
-    ("pipeline/checkpoints/assembly", 4, "someone who declares new languages"),
-    ("pipeline/batching", 13, "someone who validates zero-shot pairs"),
-    ("pipeline/distributed", 4, "an operator with a site of modules and setups"),
-    ("pipeline/stages", 20, "someone who mistypes a language"),
-    ("pipeline", 13, "someone who names what is not there"),
     ("pipeline/serving", 14, "someone who serves some of the targets"),
-    ("pipeline data_prep", 537, "all of the above: what users in six roles met"),
-    ("tests", 1273, "someone who meets what roles tried"),
     ("tests/bench", 14, "who names a result file that cannot be written"),
-    ("tests/whole", 33, "someone who meets what roles tried"),
-    ("pages", 8, "someone who follows the pages"),
     ("error messages", 17, "someone who needs to know what to do"),
     ("pipeline/distributed", 14, "someone whose own score holds a lambda function"),
     ("pipeline data_prep", 14, "someone whose own score holds a lambda function"),
-    ("error messages", 1, "someone whose checkpoint has what no code reads"),
+    ("error messages", 7, "someone whose checkpoint has what no code reads"),
     ("pipeline/training", 3, "someone whose own loss is constant"),
     ("pipeline/evaluation", 31, "someone whose two scores have one column"),
     ("data_prep", 155, "someone who names a language as others spell it"),
@@ -126,11 +129,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/checkpoints/assembly", 28, "someone whose setting of upcycling changes nothing"),
     ("pipeline/extensions/tasks", 9, "someone whose model has tensors beyond it"),
     ("pipeline/extensions/analysis", 9, "someone whose lines are too long"),
-    ("pipeline/stages", 11, "someone who mistypes a language"),
-    ("tests", 829, "someone who meets what roles tried"),
     ("tests/support", 1, "someone who meets what roles tried"),
-    ("tests/whole", 36, "someone who meets what roles tried"),
-    ("error messages", 6, "someone whose checkpoint has what no code reads"),
     ("pipeline/evaluation", 21, "someone whose own score returns no numbers"),
     ("data_prep", 38, "someone whose columns or untagged segments were left out"),
     ("pipeline/artifacts", 9, "someone whose artifact has other contents than its stage writes"),
@@ -205,11 +204,10 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline", 131, "someone with another recipe on one node"),
     ("pipeline/serving", 4, "someone who sends a method that a server does not take"),
     ("pipeline data_prep", 165, "someone whose run meets a fault, or who slips in a command"),
-    ("tests", 876, "someone whose run meets a fault, or who slips in a command"),
+    ("tests", 1002, "someone whose run meets a fault, or who slips in a command"),
     ("tests/support", 164, "someone who wants to know that kills lose nothing"),
     ("modules", 2, "a reader who looks for digests, sbatch and sampling"),
     ("error messages", 7, "someone with other files on one rank"),
-    ("tests", 126, "someone whose run meets a fault, or who slips in a command"),
     ("pipeline/evaluation", 5, "someone who links folders of text"),
     ("data_prep", 12, "someone who links folders of text"),
     ("pipeline/model", 27, "someone whose router returns a wrong shape"),
