@@ -380,10 +380,12 @@ class TrainingData:
 
         Only those that the shards have validation sentences of.
         """
-        drawn = {way for way in _directions(self.train) if self.mixture.draws(way)}
-        targets = {language_of(way.target) for way in drawn}
-        ways = {way for way in _directions(self.valid) if self.mixture.draws(way)}
-        return {way for way in ways if way.target in targets}
+        ways = list(_directions(self.train))
+        drawn = {_by_anyone(way) for way in ways if self.mixture.draws(way)}
+        left_out, targets = {*map(_by_anyone, ways)} - drawn, {way.target for way in drawn}
+        return {
+            way for way in _directions(self.valid) if way.target in targets and way not in left_out
+        }
 
     def check(self, *, max_positions: int) -> None:
         """Check that a model with ``max_positions`` positions can be trained on the data.
@@ -414,6 +416,11 @@ class TrainingData:
                 f"{max_positions - EXTRA_TOKENS:,} or less and make the shards again (only a model "
                 "that is trained from scratch can have more model.max_positions instead)."
             )
+
+
+def _by_anyone(way: Direction) -> Direction:
+    """Return a direction without marks of text that a machine wrote."""
+    return Direction(language_of(way.source), language_of(way.target))
 
 
 def _directions(data: SplitData) -> Iterator[Direction]:

@@ -418,7 +418,8 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
     if selection.skipped:
         writer.summary.append(
             f"{counted(len(selection.skipped), 'direction')} skipped: the model lacks one of "
-            "the languages, or decoding.targets excludes the target language: "
+            "the languages, or its module on this route, or decoding.targets excludes the target "
+            "language: "
             f"{listed(map(str, selection.skipped))}"
         )
     if selection.untested:

@@ -24,7 +24,7 @@ from support.passes import assert_same, join
 from support.stage_runs import run_stage
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.corpus import Direction, Split
 from pipeline.artifacts.shards import Mixture, Phase, ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.batching.batch import Batch, Example, Packing, collate
@@ -161,24 +161,30 @@ def test_zero_shot_directions_are_validated_into_the_targets_of_training_only(
     pairs = ("de-en", "en-fr", "de-fr")
     valid = {pair: {code: ["ab", "c"] for code in pair.split("-")} for pair in pairs}
     texts: Texts = {"train": {pair: valid[pair] for pair in pairs[:2]}, "valid": valid}
+    texts["train"] |= {"de+distilled-en": {"de+distilled": ["ab"], "en": ["ab"]}}
     given = {"corpus": make_corpus(tmp_path / "corpus", texts)}
     with writing(tmp_path / "tokenizer", "tokenizer") as writer:
         TokenizerFiles(bytes_of(("de", "en", "fr"))).write(writer.directory)
     given["tokenizer"] = open_artifact(tmp_path / "tokenizer", kind="tokenizer")
     shards = run_stage("make_shards", tmp_path / "shards", given, Recipe(name="test"))
-    mixture = Mixture((Phase(1, {"de-en": 0.5, "en-fr": 0.5}, forward),))
+    none = {"de-en": 0.0, "en-fr": 0.0, "de+distilled-en": 0.0}
+    mixture = Mixture((Phase(1, none | {"de-en": 0.5, "en-fr": 0.5}, forward),))
     data = TrainingData(shards, mixture, BatchesConfig(), seed=1)
     found = {str(way) for way, _ in data.validation(budget=60)}
     assert found & {"de-fr", "fr-de"} == zero_shot
     assert found >= {"de-en", "fr-en"}
     # A pair that no phase draws is neither validated nor counted, and no target of training.
     for kept, own in (("de-en", {"de", "en"}), ("en-fr", {"en", "fr"})):
-        phase = Phase(1, {"de-en": 0.0, "en-fr": 0.0, kept: 1.0}, forward)
+        phase = Phase(1, none | {kept: 1.0}, forward)
         data = TrainingData(shards, Mixture((phase, phase)), BatchesConfig(), seed=1)
         ways = {way for way, _ in data.validation(budget=60)}
         assert {way.pair for way in ways} - {"de-fr"} == {kept}
         assert {way.target for way in ways} <= own
         assert data.train_lines == {kept: 2}
+    # Lines that a machine wrote are validated by lines that it did not write.
+    phase = Phase(1, none | {"de+distilled-en": 1.0}, {"de+distilled-en": 0.0})
+    data = TrainingData(shards, Mixture((phase,)), BatchesConfig(), seed=1)
+    assert data.validated() == {Direction("en", "de"), Direction("fr", "de")}
 
 
 def one_by_one(data: TrainingData, plan: MicroBatch) -> Batch:

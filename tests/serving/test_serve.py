@@ -293,7 +293,7 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     text = answer.body.decode()
     assert not re.search(r"https?://|@import|\bsrc=", text)
-    assert '<textarea id="text" dir="auto"' in text
+    assert '<div id="mirror" dir="auto"' in text
 
 
 # ---------------------------------------------------------------- hostility

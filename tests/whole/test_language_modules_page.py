@@ -84,8 +84,9 @@ def test_a_language_whose_module_is_gone_translates_by_the_shared_route_alone(
     monkeypatch.chdir(done)
     command = ["translate", "--recipe=few.toml", "--checkpoint=runs/modules-de"]
     command += ["--corpus=runs/demo/clean"]
-    assert cli.main([*command, "--out=runs/refused"]) == 2
-    assert "no language module for ru. Choose among de, en" in capsys.readouterr().err
+    assert cli.main([*command, "--out=runs/pruned"]) == 0
+    assert "6 directions skipped: the model lacks one of" in capsys.readouterr().out
+    assert all("ru" not in name and "fr" not in name for name in texts(done / "runs" / "pruned"))
     assert cli.main([*command, "--set=decoding.route=shared", "--out=runs/pruned-shared"]) == 0
     assert texts(done / "runs" / "pruned-shared") == texts(done / "runs" / "modules-shared")
 
