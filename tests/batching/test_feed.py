@@ -160,8 +160,9 @@ def test_zero_shot_directions_are_validated_into_the_targets_of_training_only(
     """With mixture.targets, validation had directions into other languages than those."""
     pairs = ("de-en", "en-fr", "de-fr")
     valid = {pair: {code: ["ab", "c"] for code in pair.split("-")} for pair in pairs}
-    texts: Texts = {"train": {pair: valid[pair] for pair in pairs[:2]}, "valid": valid}
-    texts["train"] |= {"de+distilled-en": {"de+distilled": ["ab"], "en": ["ab"]}}
+    train = {pair: valid[pair] for pair in pairs[:2]}
+    train["de+distilled-en"] = {"de+distilled": ["ab"], "en": ["ab"]}
+    texts: Texts = {"train": train, "valid": valid}
     given = {"corpus": make_corpus(tmp_path / "corpus", texts)}
     with writing(tmp_path / "tokenizer", "tokenizer") as writer:
         TokenizerFiles(bytes_of(("de", "en", "fr"))).write(writer.directory)
