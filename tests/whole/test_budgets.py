@@ -44,10 +44,10 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_483,  # 1,450
     "pipeline/serving": 970,  # 950
     "pipeline data_prep": 59_518,  # 46,000: all of the above
-    "tests": 66_781,  # 49,000: with the next three
+    "tests": 66_776,  # 49,000: with the next three
     "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
-    "tests/whole": 6_858,  # 4,500
+    "tests/whole": 6_853,  # 4,500
     "pages": 6_412,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -89,13 +89,11 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
-    ("tests", 6, "someone who meets what roles tried"),
-    ("tests/whole", 5, "someone who meets what roles tried"),
-    ("pipeline/batching", 7, "someone who validates zero-shot pairs"),
-    ("pipeline/stages", 1, "someone who mistypes a language"),
-    ("pipeline data_prep", 8, "all of the above: what users in six roles met"),
-    ("tests", 7, "someone who meets what roles tried"),
-    ("tests/whole", 1, "someone who meets what roles tried"),
+    ("tests", 2822, "someone who meets what roles tried"),
+    ("tests/whole", 76, "someone who meets what roles tried"),
+    ("pipeline/batching", 23, "someone who validates zero-shot pairs"),
+    ("pipeline/stages", 40, "someone who mistypes a language"),
+    ("pipeline data_prep", 951, "all of the above: what users in six roles met"),
     ("data_prep", 31, "someone who names what is not there"),
     ("pipeline/artifacts", 32, "someone with folders that cannot be read"),
     ("pipeline/jobs", 117, "an operator with a site of modules and setups"),
@@ -107,13 +105,8 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/cli", 52, "someone who mistypes an option"),
     ("pipeline/checkpoints", 25, "someone who prunes a router of their own"),
     ("pipeline/checkpoints/assembly", 28, "someone who declares new languages"),
-    ("pipeline/batching", 16, "someone who validates zero-shot pairs"),
     ("pipeline/distributed", 25, "an operator with a site of modules and setups"),
-    ("pipeline/stages", 39, "someone who mistypes a language"),
     ("pipeline", 63, "someone who names what is not there"),
-    ("pipeline data_prep", 943, "all of the above: what users in six roles met"),
-    ("tests", 2809, "someone who meets what roles tried"),
-    ("tests/whole", 70, "someone who meets what roles tried"),
     ("pages", 14, "someone who follows the pages"),
     ("imports inside functions", 1, "who starts a command without compiled loops"),
     ("pipeline/evaluation", 7, "someone whose sets of languages are absent"),
