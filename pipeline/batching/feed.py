@@ -381,8 +381,8 @@ class TrainingData:
         Only those that the shards have validation sentences of.
         """
         ways = list(_directions(self.train))
-        drawn = {_by_anyone(way) for way in ways if self.mixture.draws(way)}
-        left_out, targets = {*map(_by_anyone, ways)} - drawn, {way.target for way in drawn}
+        drawn = {_without_marks(way) for way in ways if self.mixture.draws(way)}
+        left_out, targets = {*map(_without_marks, ways)} - drawn, {way.target for way in drawn}
         return {
             way for way in _directions(self.valid) if way.target in targets and way not in left_out
         }
@@ -418,7 +418,7 @@ class TrainingData:
             )
 
 
-def _by_anyone(way: Direction) -> Direction:
+def _without_marks(way: Direction) -> Direction:
     """Return a direction without marks of text that a machine wrote."""
     return Direction(language_of(way.source), language_of(way.target))
 

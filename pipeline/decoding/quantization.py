@@ -42,10 +42,11 @@ class QuantizedLinear(nn.Module):
     def __init__(
         self, weight_OI: Tensor, bias_O: Tensor | None, *, for_single_rows: bool = False
     ) -> None:
-        """Quantize the weights; keep them twice ``for_single_rows`` unless they are worth threads.
+        """Quantize the weights; with ``for_single_rows``, keep a small layer's a second time.
 
         The second copy is for a loop that scales, rounds, multiplies and adds the bias of a row in
-        one call: in a greedy search for one sentence, calling operators takes most of the time.
+        one call: a greedy search for one sentence mostly waits for calls of operators. Products
+        of larger layers run on several threads, which the loop does not.
         """
         super().__init__()
         self.bias = None if bias_O is None else bias_O.detach().float()

@@ -473,9 +473,10 @@ def test_a_monitor_that_is_not_installed_is_refused_before_deepspeed_imports_it(
 
 @pytest.mark.parametrize("name", ["csv_monitor", "tensorboard"])
 @pytest.mark.parametrize("below", ["file/logs", "file"])
-def test_a_monitor_whose_files_cannot_be_written_is_refused(
-    tmp_path: Path, name: str, below: str
+def test_a_monitor_whose_files_cannot_be_written_is_refused_by_the_engine(
+    tmp_path: Path, name: str, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_module, "find_spec", lambda _: True)  # as if it were installed
     (tmp_path / "file").write_text("")
     section: dict[str, Any] = {"enabled": True, "output_path": str(tmp_path / "logs")}
     _check_monitors({name: section})
@@ -483,8 +484,15 @@ def test_a_monitor_whose_files_cannot_be_written_is_refused(
     what = (
         rf"The ds_config's {name} in {tmp_path / below} cannot be written \(.*another output_path"
     )
+    unwritable = section | {"output_path": str(tmp_path / below)}
     with pytest.raises(ConfigError, match=what):
-        _check_monitors({name: section | {"output_path": str(tmp_path / below)}})
+        Engine(
+            build_model(SPECS["dense"]),
+            make_recipe(SPECS["dense"].model),
+            world=World(0, 1, 0, 1, "127.0.0.1", 1),
+            ds_config={**zero_config(1), name: unwritable},
+            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        )
     assert [*(tmp_path / "logs").iterdir()] == []
 
 
