@@ -29,7 +29,7 @@ from pipeline.config.ds_config import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
-from pipeline.kernels.cpu import has_bfloat16_products
+from pipeline.kernels.cpu import emulates_bfloat16, has_bfloat16_products
 from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import pads_outputs
 from pipeline.machine import own_mapping_from
@@ -420,10 +420,10 @@ def _working_blocks(
 ) -> list[list[int]]:
     """Return the working memory of the backward pass while nearly all activations are kept.
 
-    It is the sizes of blocks at three moments: the loss; the gradients of the logits and of the
-    tied embedding; and the latter gradient with the gradients inside a layer. If outputs are padded
-    on a GPU (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded
-    matrix, and the second has padded copies of both gradients.
+    It is the sizes of blocks at four moments: the logits; the loss; the gradients of the logits and
+    of the tied embedding; and the latter gradient with the gradients inside a layer. If outputs are
+    padded on a GPU (:func:`~pipeline.kernels.products.padded_product`), the loss and the gradients
+    keep the padded matrix, and the gradients have padded copies.
     """
     outputs = recipe.tokenizer.output_ids or vocabulary_size
     logits = batch.tokens * batch.value * outputs
@@ -436,7 +436,10 @@ def _working_blocks(
     loss *= passes_of(recipe.loss.objective)
     if recipe.loss.objective == "fuse_distillation":  # and the gradients of the divergence
         loss += (4 if recipe.loss.distillation == "symmetric" else 3) * [logits]
+    is_emulated = batch.device == "cpu" and batch.value < FLOAT32 and emulates_bfloat16()
+    product = FLOAT32 * batch.tokens * outputs if is_emulated else 0
     return [
+        [logits, product],
         loss,
         (2 if pads else 1) * [logits] + [embedding, 2 * matrix],
         [embedding, _layer_temporaries(recipe.model, batch)],

@@ -27,10 +27,24 @@ for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 @cache
 def has_bfloat16_products() -> bool:
-    """Return whether this build and processor have oneDNN's matrix product of bfloat16."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Return whether oneDNN multiplies bfloat16 by instructions of this processor."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and not emulates_bfloat16()
     )
+
+
+@cache
+def emulates_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 in float32, into a copy of the product.
+
+    It does so on x86 with AVX-512 but without its instructions for bfloat16, at a fifth of the
+    speed of float32.
+    """
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    is_native = torch.cpu._is_avx512_bf16_supported()
+    return torch.backends.mkldnn.is_available() and has_avx512 and not is_native
 
 
 class _Loops:
