@@ -61,11 +61,12 @@ test-versions-%:
 	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -q tests/faults/test_fuzz.py \
 		-k "zstandard or Parquet"
 
-# Faults on two cores within a quarter of an hour: a sample of all calls that change state; edited
-# and broken files, of which make test has fewer broken ones; five minutes of signals to a plan.
+# Faults on two cores within a quarter of an hour: a sample of all calls that change state, killed
+# plans, full disks, bad bytes; all edited and broken files; five minutes of signals to a plan.
 test-faults: $(VENV)/installed-dev
-	$(PYTEST) $(PARALLEL) tests/faults --ignore tests/faults/test_fuzz.py
-	$(PYTEST) $(PARALLEL) --every-case tests/faults/test_fuzz.py tests/whole/test_readers_sweep.py
+	$(PYTEST) $(PARALLEL) tests/faults --ignore tests/faults/test_fuzz.py \
+		--ignore tests/faults/test_readers_sweep.py
+	$(PYTEST) $(PARALLEL) --every-case tests/faults/test_fuzz.py tests/faults/test_readers_sweep.py
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/soak.py --minutes 5 --seed 1
 
 lint: style types
