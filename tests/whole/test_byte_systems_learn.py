@@ -40,7 +40,7 @@ TASKS = ("copy", "reverse", "second")
 CODES = {"copy": "de", "reverse": "fr", "second": "ru"}
 UPDATES, LOOK_EVERY = 1000, 50
 """Within so many updates; how often it is looked."""
-LINES, HELD_OUT, ENOUGH = 64, 300, 0.9
+LINES, HELD_OUT, ENOUGH = 32, 300, 0.8
 OPTIMIZER = OptimizerConfig(
     learning_rate=8e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
 )
