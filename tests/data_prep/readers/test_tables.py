@@ -318,6 +318,15 @@ def test_a_recipe_names_the_columns_of_files_that_do_not(tmp_path: Path) -> None
     assert corpus.statistics["counts"]["records_one_sided"] == 2
 
 
+@pytest.mark.parametrize(
+    "header", ['"de","en"', '"note, with commas","en","de"', "de,en", '\n"de",en', '"de\n",en']
+)
+def test_a_byte_order_mark_may_stand_before_any_header_of_csv(header: str, tmp_path: Path) -> None:
+    row = '"x","one","eins"\n' if "note" in header else '"eins","one"\n'
+    corpus = import_columns(tmp_path / "corpus", {"de-en/train.csv": f"\ufeff{header}\n{row}"})
+    assert sides(corpus) == [("eins", "one")]
+
+
 def test_a_recipe_names_the_columns_of_tsv_files(tmp_path: Path) -> None:
     table = "target\tid\tsource\none\t1\teins\ntwo\t2\tzwei\n"
     raw = write(tmp_path / "raw", {"a.tsv": table, "b.de-en.tsv": table})
