@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.corpora import make_corpus
+from support.corpora import make_corpus, writing
 from support.stage_runs import run_stage
 
 from data_prep import pair_rules
 from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.settings import CleanConfig
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
 from pipeline.errors import DataError
 from pipeline.evaluation.scores import describe_directions
@@ -164,6 +164,25 @@ def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
     assert families["de-fr"] == "zero_shot"
     assert made.statistics["emptied"] == []
     assert joined_lines(made) == {"de-fr": {"matched": 0}}
+
+
+@pytest.mark.parametrize(
+    ("joined", "left"), [(["de-fr"], ["el-fr"]), (["de-fr", "el-fr"], []), ([], ["de-fr", "el-fr"])]
+)
+def test_a_pair_without_lines_of_its_own_that_is_joined_has_training_data(
+    joined: list[str], left: list[str], tmp_path: Path
+) -> None:
+    """Its files were there and empty when it was imported."""
+    raw = corpus(tmp_path / "raw", {**TRAIN, "el-en": [("δέντρο", "tree")]})
+    with writing(tmp_path / "emptied", "corpus") as writer:
+        for name in raw.names():
+            writer.take_over(name, raw)
+        writer.statistics |= {**raw.statistics, "emptied": ["de-fr", "el-fr"]}
+    source = open_artifact(tmp_path / "emptied", kind="corpus")
+    made = cleaned(source, tmp_path / "made", joined)
+    assert made.statistics["emptied"] == left
+    said = [line for line in made.manifest.summary if line.startswith("no training data left")]
+    assert said == [f"no training data left: {', '.join(left)}"] * bool(left)
 
 
 @pytest.mark.parametrize(
