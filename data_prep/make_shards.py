@@ -33,6 +33,7 @@ from pipeline.artifacts.corpus import (
     aligned_lines,
     emptied_pairs,
     imported_statistics,
+    joined_lines,
     language_of,
     languages,
     line_counts,
@@ -230,6 +231,8 @@ def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairWork]:
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:
     """Return sentences kept and left out, training tokens, and shares of unknown tokens."""
+    # A part has no statistic of joined pairs, which would change the digests of earlier parts.
+    joined = joined_lines(Artifact(corpus.directory, corpus.whole or corpus.manifest))
     return {
         "pairs": {counts.pair: counts.kept for counts in results},
         "tokens": {counts.pair: counts.tokens for counts in results if counts.kept["train"]},
@@ -238,6 +241,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "unknown_share": unknown_shares(results),
         "emptied": all_emptied(corpus, results),
         "imported": imported_statistics(corpus),
+        **({"joined": joined} if joined else {}),
         OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
 
