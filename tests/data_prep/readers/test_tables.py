@@ -543,9 +543,10 @@ def test_parquet_with_a_column_per_language_is_read(tmp_path: Path) -> None:
         {"source": None, "target": "two", "n": 2},
         {"source": "eins", "target": "one", "n": 1},
     ]
-    write_parquet(tmp_path / "raw" / "a.parquet", rows)
+    for name in ("a.parquet", "b.PARQUET", "c.Parquet"):
+        write_parquet(tmp_path / "raw" / name, rows)
     corpus = import_columns(tmp_path / "corpus", tmp_path / "raw", columns=SOURCE_TARGET)
-    assert sides(corpus) == [("eins", "one")]
+    assert sides(corpus) == [("eins", "one")] * 3
 
 
 def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
