@@ -371,7 +371,7 @@ class MultiwayFile(RecordFile):
     file: RawFile
     split: Split
     together: Collection[frozenset[str]]
-    """Distinct sets of spellings of languages that share a record."""
+    """Sets of spellings of languages that share a record, which may be all pairs of them."""
 
     @property
     def spellings(self) -> set[str]:
