@@ -4,9 +4,9 @@ A reader returns a :class:`RawText`: sections of one split of one pair, each wit
 for a file with text in several languages, with its part of the records of this file.
 
 Files say by their names what they hold. A word in the name of a file, or of a folder below the
-named one, says the split (``all_talks_train.tsv``), else the whole name of one of several named
-folders (``--raw train dev``); without one, the text is training text. The pair is a part of the
-name between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
+named one, says the split (``all_talks_train.tsv``), else a named folder's whole name if several
+are named (``--raw train dev``); otherwise the text is training text. The pair is a part of the name
+between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
 
 Records of translation memories and tables hold any number of languages, and a file is read once for
 all of its pairs. A language with several spellings in a file (``pt``, ``pt-br``) is one language,

@@ -79,7 +79,7 @@ def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> Multi
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
-            # Of many languages, nearly every unit has other ones: all sets of them fill memory.
+            # Nearly every unit may have another set of languages: all sets would fill memory.
             together.update(combinations(sorted(unit.texts), 2))
     return MultiwayFile(
         file=file,
