@@ -462,7 +462,7 @@ def summary(
             lines[-1] += f"; dropped: {dropped}"
     emptied = [
         f"{result.pair} ({_describe(result.dropped)})" for result in own if not result.lines
-    ] + sorted(emptied_pairs(corpus))
+    ] + sorted(emptied_pairs(corpus) - {one.pair for one in joined if one.lines})
     if emptied:
         lines.append(f"no training data left: {listed(emptied)}")
     return lines

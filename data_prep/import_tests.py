@@ -278,14 +278,14 @@ def describe_file(path: Path) -> SetFile | None:
             path, "NTREX-128", "test", match["code"], set_name=match["name"], is_source=is_source
         )
     match = _PAIR.fullmatch(path.name)
-    if match is None or match["code"].lower() not in (
-        match["first"].lower(),
-        match["second"].lower(),
-    ):
+    if match is None:
         return None
     split = "valid" if _VALID_NAME.search(match["name"]) else "test"
     pair = (match["first"], match["second"])
-    return SetFile(path, "pairs", split, match["code"], set_name=match["name"], pair=pair)
+    for spelling in pair:
+        if spelling.lower() == match["code"].lower():
+            return SetFile(path, "pairs", split, spelling, set_name=match["name"], pair=pair)
+    return None
 
 
 def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:

@@ -33,6 +33,7 @@ from pipeline.artifacts.corpus import (
     aligned_lines,
     emptied_pairs,
     imported_statistics,
+    joined_lines,
     language_of,
     languages,
     line_counts,
@@ -42,7 +43,15 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, file_records, run_dir
 from pipeline.artifacts.places import link_or_copy
-from pipeline.artifacts.run_folders import claim_run_folder, remove_files
+from pipeline.artifacts.run_folders import (
+    IDENTITY_FILE,
+    NOTE_NAME,
+    PAIR_FOLDER,
+    announce_removal,
+    claim_run_folder,
+    remove_files,
+    remove_pairs,
+)
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER, ShardWriter
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
@@ -58,10 +67,7 @@ CHUNK_LINES = 512
 CHUNK_CHARACTERS = 2**22
 """Characters of both sides encoded at a time; a chunk ends with the line that reaches a limit."""
 
-IDENTITY_FILE = "sharding.json"
-"""File with the key of the shards that the run folder belongs to."""
 FINISHED_FILE = "finished.json"
-_PAIR_FOLDER = "pair."
 
 ShardSplit = Literal["train", "valid"]
 SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
@@ -149,8 +155,9 @@ def run(call: StageCall) -> None:
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
         writer.summary += summary(sharding, results)
-        _remove_pairs(work_dir)  # all shards are part of the artifact now
-        remove_files(work_dir, [IDENTITY_FILE])
+        announce_removal(work_dir, key=call.key)
+    remove_pairs(work_dir)  # all shards are part of the artifact now
+    remove_files(work_dir, [IDENTITY_FILE, NOTE_NAME])
 
 
 def make_pairs(
@@ -224,6 +231,8 @@ def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairWork]:
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:
     """Return sentences kept and left out, training tokens, and shares of unknown tokens."""
+    # A part has no statistic of joined pairs, which would change the digests of earlier parts.
+    joined = joined_lines(Artifact(corpus.directory, corpus.whole or corpus.manifest))
     return {
         "pairs": {counts.pair: counts.kept for counts in results},
         "tokens": {counts.pair: counts.tokens for counts in results if counts.kept["train"]},
@@ -232,6 +241,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "unknown_share": unknown_shares(results),
         "emptied": all_emptied(corpus, results),
         "imported": imported_statistics(corpus),
+        **({"joined": joined} if joined else {}),
         OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
 
@@ -289,7 +299,7 @@ def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
 
 def pair_folder(work_dir: Path, pair: str) -> Path:
     """Return the folder in which the shards of a pair are made."""
-    return work_dir / f"{_PAIR_FOLDER}{pair}"
+    return work_dir / f"{PAIR_FOLDER}{pair}"
 
 
 def claim_work(work_dir: Path, *, key: str) -> None:
@@ -297,14 +307,8 @@ def claim_work(work_dir: Path, *, key: str) -> None:
     claim_run_folder(work_dir, work="sharding")
     identity, content = work_dir / IDENTITY_FILE, to_json({"key": key})
     if not identity.exists() or identity.read_text(encoding="utf-8") != content:
-        _remove_pairs(work_dir)
+        remove_pairs(work_dir)
         identity.write_text(content, encoding="utf-8")
-
-
-def _remove_pairs(work_dir: Path) -> None:
-    for folder in work_dir.glob(f"{_PAIR_FOLDER}*"):
-        if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder)
 
 
 def read_finished(folder: Path) -> FinishedPair | None:

@@ -59,7 +59,7 @@ class LineCounts:
     separators: int = 0
     """Lines in which separators became spaces."""
     without_text: list[int] = field(default_factory=lambda: [0, 0])
-    """Empty or blank lines, per side."""
+    """Empty or blank lines that are kept, per side."""
     no_text: tuple[Counter[str], ...] = field(default_factory=lambda: (Counter(), Counter()))
     """Reason → lines that are not text, per side."""
 
@@ -226,11 +226,12 @@ def _count_defects(
         counts.byte_order_marks += repair.had_byte_order_mark
         counts.carriage_returns += repair.had_carriage_return
         counts.separators += repair.had_separators
-        counts.without_text[side] += repair.is_blank
         if repair.reason is not None:
             counts.no_text[side][repair.reason] += 1
             bad[sources[side].name, repair.reason] = None  # once for two sides in one file
     counts.quarantined += bool(bad)
+    for side, text in enumerate(() if bad else texts):
+        counts.without_text[side] += isinstance(text, Repair) and text.is_blank
     return list(bad)
 
 

@@ -25,6 +25,7 @@ from random import Random
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from babel import Locale, UnknownLocaleError
+from babel.core import get_global
 from babel.dates import format_date, format_interval, format_skeleton, format_timedelta
 from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
@@ -34,7 +35,7 @@ from data_prep.readers.raw_text import LineSource, RawLine, RawText, Section, wa
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError
-from pipeline.languages import canonical
+from pipeline.languages import canonical, language
 
 PIVOT = "en"
 """Language that training phrases are paired with."""
@@ -202,9 +203,12 @@ def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
 
 
 def check_languages(config: CldrConfig) -> CldrConfig:
-    """Return the configuration with canonical codes; ConfigError for languages that do not fit."""
-    train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
-    zero_shot = tuple(canonical(code) for code in config.zero_shot)
+    """Return the configuration with usual codes, once each; ConfigError for those that do not fit.
+
+    A code keeps the script or region that its phrases differ in, for example ``zh_Hant``.
+    """
+    train_pairs = {_usual_code(code): number for code, number in config.train_pairs.items()}
+    zero_shot = tuple(dict.fromkeys(map(_usual_code, config.zero_shot)))
     if not train_pairs:
         raise ConfigError(
             "corpus.cldr.train_pairs is empty. Name each language and its number of phrases, "
@@ -223,6 +227,12 @@ def check_languages(config: CldrConfig) -> CldrConfig:
     for code in (PIVOT, *train_pairs):
         locale(code)
     return config.model_copy(update={"train_pairs": train_pairs, "zero_shot": zero_shot})
+
+
+def _usual_code(spelling: str) -> str:
+    code, plain = language(spelling).code, canonical(spelling)
+    usual = get_global("likely_subtags").get(plain, "").split("_")
+    return plain if {*code.split("_")} <= {plain, *usual} else code
 
 
 def training_clauses(config: CldrConfig, *, language: str) -> list[Clause]:
@@ -388,7 +398,7 @@ def _draw_names(random: Random, names: list[str]) -> tuple[str, ...]:
 
 
 def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
-    wide = language in _WIDE_LANGUAGES
+    wide = canonical(language) in _WIDE_LANGUAGES
     match joint:
         case "colon":
             return f"{before}：{after}" if wide else f"{before}: {after}"

@@ -4,8 +4,9 @@ A reader returns a :class:`RawText`: sections of one split of one pair, each wit
 for a file with text in several languages, with its part of the records of this file.
 
 Files say by their names what they hold. A word in the name of a file, or of a folder below the
-named one, says the split (``all_talks_train.tsv``); without one, the text is training text. The
-pair is a part of the name between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
+named one, says the split (``all_talks_train.tsv``), else a named folder's whole name if several
+are named (``--raw train dev``); otherwise the text is training text. The pair is a part of the name
+between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
 
 Records of translation memories and tables hold any number of languages, and a file is read once for
 all of its pairs. A language with several spellings in a file (``pt``, ``pt-br``) is one language,
@@ -264,7 +265,8 @@ class FilesInStep:
 
 
 _SPLIT_WORD = re.compile(
-    r"(?<![a-z])(?:news)?(train|valid(?:ation)?|dev(?:test)?|test)(?:ing)?(?:set|s)?(?![a-z])",
+    r"(?<![a-z])(?:news(?:discuss)?|wmt|general)?(train|valid(?:ation)?|dev(?:test)?|test)"
+    r"(?:ing)?(?:set|s)?(?![a-z])",
     re.IGNORECASE,
 )
 _SPLITS = {**SPLIT_NAMES, "devtest": SPLIT_NAMES["test"]}
@@ -278,6 +280,8 @@ class RawFile:
     name: str
     """Name that does not depend on where the raw folder lies; with several raw folders it begins
     with the folder's number."""
+    folder: str = ""
+    """Name of the named folder, if several are named."""
 
     @property
     def ending(self) -> str:
@@ -286,7 +290,9 @@ class RawFile:
 
     def split(self) -> Split:
         """Return the split that its name says, else ``train``; DataError if it says several."""
-        found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
+        folder = _SPLIT_WORD.fullmatch(self.folder)
+        words = _SPLIT_WORD.findall(self.name) or ([folder[1]] if folder else [])
+        found = {_SPLITS[word.lower()] for word in words}
         if len(found) > 1:
             raise self._named_twice(f"{' and '.join(sorted(found))} text", "split")
         return found.pop() if found else "train"
@@ -331,7 +337,12 @@ def find_files(
 def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
     """Return all files that are not hidden, by name."""
     paths = raw_paths(raw, source=source)
-    return [RawFile(path, name) for name, path in named_files(paths)]
+    if len(paths) == 1:
+        return [RawFile(path, name) for name, path in named_files(paths)]
+    return [
+        RawFile(path, name, folder=paths[int(name.partition("/")[0]) - 1].name)
+        for name, path in named_files(paths)
+    ]
 
 
 def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
@@ -360,7 +371,7 @@ class MultiwayFile(RecordFile):
     file: RawFile
     split: Split
     together: Collection[frozenset[str]]
-    """Distinct sets of spellings of languages that share a record."""
+    """Sets of spellings of languages that share a record, which may be all pairs of them."""
 
     @property
     def spellings(self) -> set[str]:

@@ -316,6 +316,8 @@ def _csv_rows(file: RawFile, columns: Collection[str]) -> Iterator[TableRow]:
 
     def take() -> Iterator[str]:
         while (line := again.popleft() if again else next(fresh, None)) is not None:
+            if header is None:
+                line = line.removeprefix("\ufeff")  # a quote behind it would be text
             record.append(line)
             yield line
 
@@ -337,7 +339,7 @@ def _csv_rows(file: RawFile, columns: Collection[str]) -> Iterator[TableRow]:
             del record[1:]
             reader = csv.reader(take(), strict=True)
         if header is None and is_row:
-            header = [cell.removeprefix("\ufeff").strip() for cell in cells]
+            header = [cell.strip() for cell in cells]
             _refuse_repeated(file, header, columns)
         else:
             yield TableRow(number, texts if is_row else None)

@@ -19,6 +19,7 @@ import codecs
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import NoReturn
 from xml.parsers import expat
@@ -72,17 +73,18 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
 def survey_file(file: RawFile, split: Split, *, left_out: Counter[str]) -> MultiwayFile:
     """Find which languages share a file's units, and count units and texts that are left out."""
-    together: set[frozenset[str]] = set()
+    together: set[tuple[str, str]] = set()
     for unit in iterate_units(file.path):
         left_out.update(unit.left_out)
         if len(unit.texts) < 2:
             left_out[ONE_SIDED] += 1
         else:
-            together.add(frozenset(unit.texts))
+            # Nearly every unit may have another set of languages: all sets would fill memory.
+            together.update(combinations(sorted(unit.texts), 2))
     return MultiwayFile(
         file=file,
         split=split,
-        together=together,
+        together={frozenset(pair) for pair in together},
         records=lambda: iterate_units(file.path),
         is_surveyed=True,
     )

@@ -364,7 +364,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, An
     If it has none of them, rows have the names of all columns, without values.
     """
     with _named_errors(path):
-        open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
+        open_table = _open_arrow if path.suffix == ARROW else _open_parquet
         with open_table(path) as (names, batches_of):
             present = [name for name in names if name in columns]
             if several := [name for name in present if present.count(name) > 1]:
@@ -422,7 +422,7 @@ def _open_arrow(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
     """Turn any error of pyarrow into a DataError, because its errors share no class."""
-    kind = "Parquet" if path.suffix == PARQUET else "Arrow"
+    kind = "Arrow" if path.suffix == ARROW else "Parquet"
     try:
         yield
     except (UserError, Interrupted):

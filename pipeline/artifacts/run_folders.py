@@ -5,13 +5,14 @@ as ``update-0000100``; ``training/run_directory`` describes the rest. Training r
 newest state if the state has the same settings and inputs, as far as they decide an update.
 :class:`Position` is all that resuming needs but tensors.
 
-Before a model or translations are published, a note in the run folder announces the removal. If a
-kill comes in between, the next start finds both the output and the note and finishes the removal.
-Files that the stage did not write stay and are named.
+Before a model, shards or translations are published, a note in the run folder announces the
+removal. If a kill comes in between, the next start finds both the output and the note and finishes
+the removal. Files that the stage did not write stay and are named.
 """
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -60,11 +61,14 @@ from pipeline.errors import ArtifactError, CheckpointError, UserError
 Work = Literal["training", "translation", "sharding"]
 """Kind of stage that owns a run folder."""
 
+IDENTITY_FILE, PAIR_FOLDER = "sharding.json", "pair."
+"""File with the key of the shards that a run folder belongs to, and beginning of the names of its
+folders of finished pairs."""
 
 RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "training": ("states", "best", "metrics.jsonl"),
     "translation": ("identity.json",),
-    "sharding": ("sharding.json",),
+    "sharding": (IDENTITY_FILE,),
 }
 """Kind of work → entries that only its run folder has."""
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
@@ -172,7 +176,7 @@ _WORK_FILES = (
     f"states/update-*/{MANIFEST_NAME}",
     "rank-*.jsonl",
     "chunk-*.jsonl",
-    "pair.*/finished.json",
+    f"{PAIR_FOLDER}*/finished.json",
 )
 """Files of a run folder from which a stage resumes: complete training states, translated lines,
 finished pairs of shards."""
@@ -257,7 +261,7 @@ TRANSLATION_FILES = (
 """Files that stages which translate write into their run folders."""
 
 _LEFTOVER_NAME = re.compile(r"\.(update-\d+|best|mean)(\.[0-9a-f]{8})?\.(unfinished|replaced)")
-_FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
+_FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished", IDENTITY_FILE)
 
 
 def announce_removal(run_folder: Path, *, key: str) -> None:
@@ -307,17 +311,25 @@ def _kind_if_due(out_dir: Path) -> Kind | None:
 
 
 def remove_contents(run_folder: Path) -> None:
-    """Remove states, best weights and curves; the caller holds the output's lock."""
+    """Remove states, best weights, curves and pairs; the caller holds the output's lock."""
     artifacts = [*states_dir(run_folder).glob("update-*"), run_folder / "best", run_folder / "mean"]
     for place in artifacts:
         with suppress(ArtifactError):  # it has a user's files, which are named at the end
             remove_artifact(place)
     for leftover in leftovers(run_folder):
         discard_working(leftover)
+    remove_pairs(run_folder)
     with suppress(OSError):  # not empty, or there was no state
         states_dir(run_folder).rmdir()
     for name in _FILES:
         (run_folder / name).unlink(missing_ok=True)
+
+
+def remove_pairs(run_folder: Path) -> None:
+    """Remove the finished pairs of shards; the caller holds the output's lock."""
+    for folder in run_folder.glob(f"{PAIR_FOLDER}*"):
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
 
 
 def working_dir(out_dir: Path, lock: Lock | None) -> Path:

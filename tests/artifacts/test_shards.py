@@ -1,20 +1,25 @@
 """Token ids on disk, and the stage that writes them."""
 
+import errno
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from support.corpora import Texts, bytes_of, make_corpus, writing
+from support.folder_listing import names_in
 from support.stage_runs import run_stage
 
 from data_prep import make_shards
 from data_prep.settings import ShardsConfig
+from pipeline.artifacts import artifact
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split, emptied_pairs, imported_lines, languages, line_counts
+from pipeline.artifacts.run_folders import finish_removal
 from pipeline.artifacts.shards import ShardWriter, open_shard, read_mixture, shard_names
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
 from pipeline.batching.feed import TrainingData
@@ -330,6 +335,39 @@ def stopped_at_the_end(inputs: Inputs, out_dir: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(make_shards, "take_files", stop)
         shard(*inputs, out_dir)
+
+
+@pytest.mark.parametrize("error", [Stopped(), OSError(errno.ENOSPC, "No space left on device")])
+def test_finished_pairs_are_kept_until_the_shards_are_there(
+    error: Exception, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(artifact, "seal_artifact", mock.Mock(side_effect=error))
+        with pytest.raises((Stopped, ArtifactError)):
+            shard(*inputs, tmp_path / "out")
+    assert names_in(tmp_path) == ["out.run"]
+    monkeypatch.setattr(make_shards, "shard_pair", mock.Mock(side_effect=AssertionError))
+    shard(*inputs, tmp_path / "out").check()
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "calls"), [("remove_pairs", [None, Stopped()]), ("remove_files", [Stopped()])]
+)
+def test_the_next_start_removes_finished_pairs_that_a_kill_left(
+    killed_at: str,
+    calls: list[Stopped | None],
+    inputs: Inputs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(make_shards, killed_at, mock.Mock(side_effect=calls))
+    with pytest.raises(Stopped):
+        shard(*inputs, tmp_path / "out")
+    assert names_in(tmp_path) == ["out", "out.run"]
+    assert finish_removal(tmp_path / "out") is None
+    assert names_in(tmp_path) == ["out"]
+    open_artifact(tmp_path / "out", kind="shards").check()
 
 
 def test_what_is_left_of_other_shards_or_was_cut_off_is_made_anew(

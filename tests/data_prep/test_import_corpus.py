@@ -394,6 +394,18 @@ def test_what_a_pair_lacks_is_said(raw: Path, out: Path) -> None:
     assert corpus.statistics["emptied"] == ["en-fr"]
 
 
+@pytest.mark.parametrize(
+    ("german", "english"), [(b"\n\n\neins\n", b"\xff\n\0\n\xff\none\n"), (b"\n1\n", b"\0\none\n")]
+)
+def test_an_empty_line_that_goes_with_its_counterpart_is_not_said_to_be_kept(
+    german: bytes, english: bytes, out: Path
+) -> None:
+    corpus = imported(out, de_en(german, english))
+    assert line_counts(corpus, "train") == {"de-en": 1}
+    assert "lines_without_text" not in corpus.statistics["counts"]
+    assert not any(said in "".join(corpus.manifest.summary) for said in ("kept) in", "only empty"))
+
+
 def test_training_lines_all_in_quarantine_leave_no_zero_shot_pair(raw: Path, out: Path) -> None:
     write(raw, {"de-fr/train.de": b"\xff\n\0\n", "de-fr/train.fr": "un\ndeux\n"})
     pairs = ("de-fr", "fr-nl")

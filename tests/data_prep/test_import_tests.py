@@ -144,6 +144,20 @@ def test_pairs_of_files_become_their_pairs_and_no_others(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "pair"),
+    [
+        (("news.de-en.DE", "news.de-en.EN"), "de-en"),
+        (("news.en-zh_CN.zh_cn.gz", "news.en-zh_CN.en"), "en-zh"),
+    ],
+)
+def test_the_ending_of_a_file_may_be_written_in_other_letters_than_its_pair(
+    names: tuple[str, str], pair: str, out: Path
+) -> None:
+    corpus = imported(out, dict.fromkeys(names, "1\n"))
+    assert line_counts(corpus, "test") == {pair: 1}
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("eng_Latn.dev", ("FLORES-200", "valid", "eng_Latn")),

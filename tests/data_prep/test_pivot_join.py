@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.corpora import make_corpus
+from support.corpora import bytes_of, make_corpus, writing
 from support.stage_runs import run_stage
 
 from data_prep import pair_rules
 from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.settings import CleanConfig
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
+from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.errors import DataError
-from pipeline.evaluation.scores import describe_directions
+from pipeline.evaluation.scores import describe_directions, pivot_of
 
 Lines = list[tuple[str, str]]
 JOINED = "joined over en, kept of the lines with equal pivots:"
@@ -156,6 +157,23 @@ def test_a_report_tells_joined_from_zero_shot_directions_and_its_pivot(tmp_path:
         }
 
 
+@pytest.mark.parametrize("splits", [(), ("train", "valid")])
+@pytest.mark.parametrize("joined", [["de-fr"], ["de-fr", "el-fr"]])
+def test_shards_know_their_joined_pairs_and_so_their_pivot(
+    joined: list[str], splits: Sequence[str], tmp_path: Path
+) -> None:
+    """Curves of validation losses by the sides of the pivot read it there."""
+    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", joined)
+    with writing(tmp_path / "bytes", "tokenizer") as writer:
+        TokenizerFiles(bytes_of(("de", "el", "en", "fr"))).write(writer.directory)
+    tokenizer = open_artifact(tmp_path / "bytes", kind="tokenizer")
+    inputs = {"corpus": made.part(splits), "tokenizer": tokenizer}
+    shards = run_stage("make_shards", tmp_path / "shards", inputs)
+    assert joined_lines(shards) == joined_lines(made)
+    assert sorted(joined_lines(shards)) == joined
+    assert pivot_of(shards) == pivot_of(made) == "en"
+
+
 def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
     train = {**TRAIN, "en-fr": [("nothing", "rien")]}
     made = cleaned(corpus(tmp_path / "raw", train), tmp_path / "made", ["de-fr"])
@@ -164,6 +182,25 @@ def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
     assert families["de-fr"] == "zero_shot"
     assert made.statistics["emptied"] == []
     assert joined_lines(made) == {"de-fr": {"matched": 0}}
+
+
+@pytest.mark.parametrize(
+    ("joined", "left"), [(["de-fr"], ["el-fr"]), (["de-fr", "el-fr"], []), ([], ["de-fr", "el-fr"])]
+)
+def test_a_pair_without_lines_of_its_own_that_is_joined_has_training_data(
+    joined: list[str], left: list[str], tmp_path: Path
+) -> None:
+    """Its files were there and empty when it was imported."""
+    raw = corpus(tmp_path / "raw", {**TRAIN, "el-en": [("δέντρο", "tree")]})
+    with writing(tmp_path / "emptied", "corpus") as writer:
+        for name in raw.names():
+            writer.take_over(name, raw)
+        writer.statistics |= {**raw.statistics, "emptied": ["de-fr", "el-fr"]}
+    source = open_artifact(tmp_path / "emptied", kind="corpus")
+    made = cleaned(source, tmp_path / "made", joined)
+    assert made.statistics["emptied"] == left
+    said = [line for line in made.manifest.summary if line.startswith("no training data left")]
+    assert said == [f"no training data left: {', '.join(left)}"] * bool(left)
 
 
 @pytest.mark.parametrize(

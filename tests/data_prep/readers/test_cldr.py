@@ -229,6 +229,24 @@ def test_settings_that_cannot_be_met_are_refused(settings: CldrConfig, message: 
         check_languages(settings)
 
 
+@pytest.mark.parametrize(
+    ("spelling", "code", "text"),
+    [
+        *(("zh_Hant", "zh_Hant", "3 小時前（37.5%）"), ("zho-CN", "zh", "3小时前（37.5%）")),
+        *(("sr_Latn", "sr_Latn", "pre 3 sata (37,5%)"), ("srp_Cyrl", "sr", "пре 3 сата (37,5%)")),
+        *(("de_CH", "de_CH", "vor 3 Stunden (37.5%)"), ("de_DE", "de", "vor 3 Stunden (37,5 %)")),
+    ],
+)
+def test_phrases_are_in_the_script_and_region_asked_for(
+    spelling: str, code: str, text: str
+) -> None:
+    config = check_languages(CldrConfig(train_pairs={spelling: 5}, zero_shot=(spelling, code)))
+    assert (config.train_pairs, config.zero_shot) == ({code: 5}, (code,))
+    assert make_phrases(config).train.keys() == {code}
+    clause = Clause((HOURS_AGO, Part("percent", (), (375,))), ("brackets",))
+    assert format_clause(clause, code) == text
+
+
 def test_a_language_that_lacks_a_name_in_cldr_is_refused() -> None:
     with pytest.raises(ConfigError, match="no currencies EUR for 'vo'"):
         format_part(Part("currencies", ("EUR",), ()), "vo")

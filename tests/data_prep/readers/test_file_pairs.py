@@ -184,6 +184,39 @@ def test_pairs_are_known_by_their_names(tmp_path: Path) -> None:
     assert corpus.statistics["counts"]["files_ignored"] == 3
 
 
+@pytest.mark.parametrize(
+    ("names", "counts"),
+    [
+        (("newsdiscussdev2015", "newsdiscusstest2015"), {"train": 0, "valid": 1, "test": 1}),
+        (("wmttest2022", "general-test", "generaltest2024"), {"train": 0, "valid": 0, "test": 3}),
+        (("latest", "contest", "mytest", "devices"), {"train": 4, "valid": 0, "test": 0}),
+    ],
+)
+def test_the_names_of_held_out_sets_of_wmt_are_known(
+    names: Sequence[str], counts: dict[str, int], tmp_path: Path
+) -> None:
+    files = {f"{name}.de-en.{code}": "x\n" for name in names for code in ("de", "en")}
+    assert imported(tmp_path / "corpus", files).statistics["pairs"] == {"de-en": counts}
+
+
+@pytest.mark.parametrize(
+    ("folders", "counts"),
+    [
+        (("train", "dev", "Test"), {"train": 1, "valid": 1, "test": 1}),
+        (("test-drive", "a/devtest"), {"train": 1, "valid": 0, "test": 1}),
+        (("test",), {"train": 1, "valid": 0, "test": 0}),
+    ],
+)
+@pytest.mark.parametrize("source", ["moses", "tsv"])
+def test_one_of_several_folders_may_be_named_by_its_split(
+    folders: Sequence[str], counts: dict[str, int], source: str, tmp_path: Path
+) -> None:
+    text = {"a.de-en.de": "x\n", "a.de-en.en": "y\n", "a.de-en.tsv": "x\ty\n"}
+    paths = tuple(write(tmp_path / "raw" / folder, text) for folder in folders)
+    corpus = imported(tmp_path / "corpus", RawInput(paths), source=source)
+    assert corpus.statistics["pairs"] == {"de-en": counts}
+
+
 def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
     files = {f"a.{pair}.{side}": "x\n" for pair in ("de-en", "en-fr") for side in pair.split("-")}
     raw = write(tmp_path / "raw", files)

@@ -318,6 +318,15 @@ def test_a_recipe_names_the_columns_of_files_that_do_not(tmp_path: Path) -> None
     assert corpus.statistics["counts"]["records_one_sided"] == 2
 
 
+@pytest.mark.parametrize(
+    "header", ['"de","en"', '"note, with commas","en","de"', "de,en", '\n"de",en', '"de\n",en']
+)
+def test_a_byte_order_mark_may_stand_before_any_header_of_csv(header: str, tmp_path: Path) -> None:
+    row = '"x","one","eins"\n' if "note" in header else '"eins","one"\n'
+    corpus = import_columns(tmp_path / "corpus", {"de-en/train.csv": f"\ufeff{header}\n{row}"})
+    assert sides(corpus) == [("eins", "one")]
+
+
 def test_a_recipe_names_the_columns_of_tsv_files(tmp_path: Path) -> None:
     table = "target\tid\tsource\none\t1\teins\ntwo\t2\tzwei\n"
     raw = write(tmp_path / "raw", {"a.tsv": table, "b.de-en.tsv": table})
@@ -534,9 +543,10 @@ def test_parquet_with_a_column_per_language_is_read(tmp_path: Path) -> None:
         {"source": None, "target": "two", "n": 2},
         {"source": "eins", "target": "one", "n": 1},
     ]
-    write_parquet(tmp_path / "raw" / "a.parquet", rows)
+    for name in ("a.parquet", "b.PARQUET", "c.Parquet"):
+        write_parquet(tmp_path / "raw" / name, rows)
     corpus = import_columns(tmp_path / "corpus", tmp_path / "raw", columns=SOURCE_TARGET)
-    assert sides(corpus) == [("eins", "one")]
+    assert sides(corpus) == [("eins", "one")] * 3
 
 
 def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from support.raw_trees import Raw, run_import, write
 
 from data_prep.readers import tmx
-from data_prep.readers.raw_text import Record
+from data_prep.readers.raw_text import RawFile, Record, SkippedText
 from data_prep.readers.tmx import CODES, iterate_units
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
@@ -46,6 +47,21 @@ def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
 def units_of(path: Path, content: str | bytes) -> list[Record]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return list(iterate_units(path))
+
+
+@pytest.mark.parametrize("codes", [("de", "en", "fr"), ("bg", "cs", "da", "de_AT", "de", "el")])
+def test_a_survey_holds_the_pairs_of_languages_however_many_units_have_others(
+    codes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A memory in 24 languages has nearly as many sets of them as units."""
+    sets = [some for size in range(len(codes) + 1) for some in combinations(codes, size)]
+    path = write(tmp_path, {"a.tmx": memory(*(unit(**dict.fromkeys(one, "x")) for one in sets))})
+    file, left_out = RawFile(path / "a.tmx", "a.tmx"), SkippedText()
+    found = tmx.survey_file(file, "train", left_out=left_out)
+    spelled = [code.replace("_", "-") for code in codes]
+    assert sorted(map(sorted, found.together)) == sorted(map(sorted, combinations(spelled, 2)))
+    assert found.spellings == {*spelled}
+    assert left_out["records_one_sided"] == len(codes) + 1
 
 
 def test_a_folder_of_translation_memories_becomes_a_corpus(tmp_path: Path) -> None:
