@@ -184,14 +184,14 @@ class RunDirectory:
             )
 
     def best_after(self, update: int) -> dict[str, Any]:
-        """Return update and perplexity of the kept weights if they are newer than ``update``.
+        """Return update and perplexity of the kept weights if they are not older than ``update``.
 
         An attempt that ended before it saved a state may have kept them. If it validated at other
         updates, or trained with other learning rates, the run may not reach those weights again.
         """
         manifest = read_manifest(self.best_dir)
         found = manifest.statistics if manifest else {}
-        if found.get("update", 0) <= update:
+        if found.get("update", -1) < update:
             return {}
         return {"best_update": found["update"], "best_perplexity": found["perplexity"]}
 
