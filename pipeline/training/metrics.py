@@ -222,7 +222,6 @@ class MetricsLog:
         self._experts = experts
         self._nodes: list[str] = []
         self._alarms = Alarms()
-        self._gradient_norm = math.nan  # of the last update
 
     @classmethod
     def of(cls, engine: Engine, call: StageCall, path: Path) -> Self:
@@ -281,24 +280,24 @@ class MetricsLog:
             On rank 0 the alarms that begin or end with this line, a sentence each.
         """
         update, total = position.update, self._recipe.training.updates
-        self._gradient_norm = gradient_norm
-        is_due = update % self._recipe.logging.every == 0 or update == total
-        return self._write_update(position) if is_due else []
+        if update % self._recipe.logging.every != 0 and update != total:
+            return []
+        return self._write_update(position, gradient_norm=gradient_norm)
 
     def write_rest(self, position: Position) -> None:
         """Write the line of an interval that the end of training cuts short; all ranks call this.
 
-        Reports add up the tokens of all lines.
+        Reports add up the tokens of all lines. It has no gradient norm, which states do not carry.
         """
         if self._interval.over_ranks()[2]:
             self._write_update(position)
 
-    def _write_update(self, position: Position) -> list[str]:
+    def _write_update(self, position: Position, **more: float) -> list[str]:
         update, total = position.update, self._recipe.training.updates
         record = self._interval.finish(
             peak_bytes=peak_bytes(), nodes=self._nodes, operations=self._operations
         )
-        record["gradient_norm"] = self._gradient_norm
+        record |= more
         record["learning_rate"] = learning_rate(self._recipe.optimizer, update, total_updates=total)
         if position.loss_scale is not None:
             record["loss_scale"] = position.loss_scale.scale
