@@ -10,12 +10,13 @@ removal. If a kill comes in between, the next start finds both the output and th
 the removal. Files that the stage did not write stay and are named.
 """
 
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -408,16 +409,22 @@ class Position:
     """None: the run has no dynamic loss scale."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return asdict(self)
+        """Return the fields as JSON; a best perplexity that is not a number is null."""
+        fields = asdict(self)
+        if self.best_perplexity is not None and math.isnan(self.best_perplexity):
+            fields["best_perplexity"] = None
+        return fields
 
 
 def read_position(state: Artifact) -> Position:
     """Return the position of a training state; raise CheckpointError if its file is invalid."""
     path = state.file(PROGRESS_FILE)
     try:
-        return TypeAdapter(Position).validate_python(state.read_json(PROGRESS_FILE))
+        position = TypeAdapter(Position).validate_python(state.read_json(PROGRESS_FILE))
     except ValidationError as error:
         raise CheckpointError(
             f"{path} describes no progress of a run. {how_to_restore(state.directory)}."
         ) from error
+    if position.best_update is not None and position.best_perplexity is None:
+        return replace(position, best_perplexity=math.nan)
+    return position

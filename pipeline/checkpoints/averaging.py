@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.run_folders import state_names, states_dir
 from pipeline.checkpoints.checkpoint import (
     open_checkpoint,
     read_spec,
@@ -64,9 +65,7 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     """
     if not run_dir.exists():
         raise ArtifactError(f"{run_dir} does not exist. Name OUT.run of a training stage.")
-    state_dirs = sorted(
-        path for path in run_dir.glob("states/update-*") if read_manifest(path) is not None
-    )
+    state_dirs = [states_dir(run_dir) / name for name in state_names(run_dir)]
     if len(state_dirs) < last:
         raise ArtifactError(
             f"{run_dir} holds {counted(len(state_dirs), 'training state')}, not {last}. Name the "

@@ -512,14 +512,14 @@ STATES_SAVED = "training.checkpoint_every"
 DECIDE_WHICH_WEIGHTS = (
     "batches.evaluation_tokens",
     "training.average_last",
-    "training.best_by_route",
     "training.patience",
     "training.validate_every",
 )
 """Settings that change no update but decide which weights are kept, and how many.
 
-A run goes on when such a setting changes; a finished model becomes another. ``training.best_by`` is
-not among them: with another value, the stored perplexity covers other pairs.
+A run goes on when such a setting changes; a finished model becomes another. ``training.best_by``
+and ``best_by_route`` are not among them: with another value, the stored perplexity is of other
+pairs or of another route.
 """
 
 

@@ -129,6 +129,7 @@ class TrainingRun:
                 bar.advance(note=self.metrics.note)
                 self._validate_if_due()
                 self._save_if_due()
+            self.metrics.write_rest(self.position)
             if self.recipe.training.average_last:
                 self._take_mean()
 

@@ -246,7 +246,11 @@ class MetricsLog:
             self._interval = Interval(position.interval, experts=self._experts)
             # A stop in a validation saves the state of its update. If the next run is killed after
             # the validation, its line has that update, too, but is not part of the state.
-            self._file.truncate_after(position.update, validation=position.validated)
+            # The end of training cuts its last interval short, which a longer run goes on with.
+            last = position.update - (position.interval[2] > 0)
+            self._file.truncate_after(
+                position.update, validation=position.validated, train=last, alarm=last
+            )
             for line in self._file.read() if self._file.path.is_file() else ():
                 if line.get("kind") == "train":
                     self._alarms.add(line)
@@ -278,10 +282,22 @@ class MetricsLog:
         update, total = position.update, self._recipe.training.updates
         if update % self._recipe.logging.every != 0 and update != total:
             return []
+        return self._write_update(position, gradient_norm=gradient_norm)
+
+    def write_rest(self, position: Position) -> None:
+        """Write the line of an interval that the end of training cuts short; all ranks call this.
+
+        Reports add up the tokens of all lines. It has no gradient norm, which states do not carry.
+        """
+        if self._interval.over_ranks()[2]:
+            self._write_update(position)
+
+    def _write_update(self, position: Position, **more: float) -> list[str]:
+        update, total = position.update, self._recipe.training.updates
         record = self._interval.finish(
             peak_bytes=peak_bytes(), nodes=self._nodes, operations=self._operations
         )
-        record["gradient_norm"] = gradient_norm
+        record |= more
         record["learning_rate"] = learning_rate(self._recipe.optimizer, update, total_updates=total)
         if position.loss_scale is not None:
             record["loss_scale"] = position.loss_scale.scale

@@ -165,9 +165,11 @@ class RunDirectory:
         """Print that a run continues to another number of updates, and its learning rates."""
         change = change_of_total(state, config=self._config)
         if change is not None:
+            unit = _unit_of_updates(self._config)
+            of_unit = "" if unit == "tokens" else f" of {unit}"
             print(
                 f"{self.directory}: goes on after update {change['after']:,} to "
-                f"{change['to']:,} updates instead of {change['from']:,}; "
+                f"{change['to']:,} updates{of_unit} instead of {change['from']:,}; "
                 f"{_describe_rates(self._config, change)}",
                 file=sys.stderr,
             )
@@ -184,14 +186,14 @@ class RunDirectory:
             )
 
     def best_after(self, update: int) -> dict[str, Any]:
-        """Return update and perplexity of the kept weights if they are newer than ``update``.
+        """Return update and perplexity of the kept weights if they are not older than ``update``.
 
         An attempt that ended before it saved a state may have kept them. If it validated at other
         updates, or trained with other learning rates, the run may not reach those weights again.
         """
         manifest = read_manifest(self.best_dir)
         found = manifest.statistics if manifest else {}
-        if found.get("update", 0) <= update:
+        if found.get("update", -1) < update:
             return {}
         return {"best_update": found["update"], "best_perplexity": found["perplexity"]}
 
@@ -451,6 +453,10 @@ class _PendingWrite:
         discard_working(self._writer.directory)
 
 
+def _unit_of_updates(config: Mapping[str, Any]) -> str:
+    return str(config["training"].get("updates_of", "tokens"))
+
+
 def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:
     """Describe how another number of updates changes the learning rate from here on."""
     optimizer = OptimizerConfig.model_validate(config.get("optimizer", {}))
@@ -460,10 +466,10 @@ def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str
     )
     if before == now:
         return f"the {optimizer.schedule} schedule of the learning rate does not depend on them"
-    return (
-        f"the {optimizer.schedule} schedule of the learning rate ends at the new number: at update "
-        f"{update:,} the rate is {now:.3g} instead of {before:.3g}"
-    )
+    text = f"the {optimizer.schedule} schedule of the learning rate ends at the new number"
+    if _unit_of_updates(config) != "tokens":
+        return text  # the model's own numbers of updates are not known yet
+    return f"{text}: at update {update:,} the rate is {now:.3g} instead of {before:.3g}"
 
 
 MOST_IN_A_ROW = 10

@@ -238,9 +238,16 @@ CHANGES: dict[str, Any] = {
     **{"training.checkpoint_every": 7, "training.expert_parallel_size": 2, "training.keep_last": 3},
     **{"training.recompute_layers": True, "training.resource_thresholds": [10, 20]},
     **{"training.skip_nonfinite_after": 5, "batches.evaluation_tokens": 512},
-    **{"training.average_last": 2, "training.best_by_route": "shared", "training.patience": 3},
-    "training.validate_every": 7,
+    **{"training.average_last": 2, "training.patience": 3, "training.validate_every": 7},
 }
+
+
+OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
+    ({"dropout": 0.5}, "dropout: 0.3 → 0.5"),
+    # The stored perplexity is of other pairs, or of another route.
+    ({"best_by": "low"}, "best_by: all → low"),
+    ({"best_by_route": "shared"}, "best_by_route: specific → shared"),
+]
 
 
 @pytest.mark.parametrize("name", sorted({*CHANGES, *DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS}))
@@ -253,5 +260,6 @@ def test_a_run_goes_on_if_a_setting_changes_no_update(tmp_path: Path, name: str)
     state = newest_state(make_run(tmp_path / "model", config=before))
     assert state is not None
     assert why_not_to_go_on(state, config=after, digests=None) is None
-    after["training"] = {**after["training"], "dropout": 0.5}
-    assert why_not_to_go_on(state, config=after, digests=None) == "training.dropout: 0.3 → 0.5"
+    for other, change in OTHER_RUNS:
+        changed = {**after, "training": {**after["training"], **other}}
+        assert why_not_to_go_on(state, config=changed, digests=None) == f"training.{change}"

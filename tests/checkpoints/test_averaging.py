@@ -130,6 +130,8 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
     models = {update: tiny_model(SPEC, seed=update) for update in (8, 9, 10, 100)}
     run_dir = make_run(tmp_path / "moe.run", models)
     (run_dir / "states" / "update-0000200").mkdir()  # not finished
+    for copy in ("update-0000010-copy", "update-0000100.old"):  # of a user
+        shutil.copytree(run_dir / "states" / copy[:14], run_dir / "states" / copy)
     average_states(run_dir, last=3, out_dir=tmp_path / "mean")
     mean = stored(tmp_path / "mean")
     parts = [weights_of(models[update]) for update in (9, 10, 100)]

@@ -355,6 +355,8 @@ def test_text_of_no_task_or_of_two_is_refused(
         ("ner", {"tasks": {"languages": ("de", "xx")}}, "no training file for xx"),
         ("ner", {"tasks": {"max_tokens": 200}, "batches": {"tokens": 10}}, "batches.tokens is 10"),
         ("qa", {"loss": {"label_smoothing": 0.1}}, "label_smoothing is 0.1"),
+        ("qa", {"training": {"best_by": "low"}}, "best_by is 'low', which is for translation"),
+        ("ner", {"training": {"best_by": "high"}}, "best_by is 'high', which is for translation"),
         ("qa", {"tasks": {"max_tokens": 80}}, "65|66|64 positions"),
         ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "supports only low_rank"),
     ],

@@ -21,6 +21,7 @@ from pipeline.extensions.language_modules import LowRankConfig
 from pipeline.extensions.tasks import TasksConfig
 from pipeline.extensions.tasks.token_classifier import HeadKind, TaskSpec, TokenClassifier
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
+from pipeline.model.sublayer import Regularization
 
 TAGS = ("O", "B-PER", "I-PER")
 SENTENCES = [[0, 5, 9, 11, 2], [0, 7, 2], [0, 4, 4, 13, 12, 8, 2]]
@@ -98,6 +99,32 @@ def test_a_readers_logits_are_hugging_faces(tmp_path: Path) -> None:
     torch.testing.assert_close(starts[real], expected.start_logits[real], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ends[real], expected.end_logits[real], rtol=1e-5, atol=1e-5)
     assert (starts[~real] < -1e30).all(), "padding is never the place of an answer"
+
+
+@pytest.mark.parametrize("head", ["tagger", "reader"])
+def test_both_routes_of_fuse_distillation_draw_different_numbers(
+    tmp_path: Path, head: HeadKind
+) -> None:
+    """Before training, they compute the same but for dropout."""
+    write_xlmr(tmp_path / "xlmr")
+    pretrained = Pretrained(tmp_path / "xlmr")
+    encoder = pretrained.spec(("de", "en"), LowRankConfig(rank=2, shared=True))
+    spec = TaskSpec(head=head, encoder=encoder, tags=TAGS, tasks=TasksConfig())
+    model = spec.build(regularization=Regularization(dropout=0.5))
+    pretrained.fill(model, encoder, seed=1)
+    labels = np.array([1, 2])
+    examples = [Labelled(np.array(one), np.array([1, 2]), labels) for one in SENTENCES]
+    collate = collate_tags if head == "tagger" else collate_spans
+    batch = collate(examples, [0, 1, 0]).keyed(7)
+    specific, again, shared = (
+        model.train()(batch, route=route).logits_LV for route in ("specific", "specific", "shared")
+    )
+    assert torch.equal(specific, again)
+    assert not torch.allclose(specific, shared, rtol=0.01)
+    specific, shared = (
+        model.eval()(batch, route=route).logits_LV for route in ("specific", "shared")
+    )
+    torch.testing.assert_close(specific, shared)
 
 
 def test_pieces_are_numbered_as_hugging_faces_tokenizer_numbers_them(tmp_path: Path) -> None:

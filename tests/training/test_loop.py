@@ -682,6 +682,20 @@ def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
     assert names_in(impatient.parent / "model.run" / "states") == ["update-0000004"]
 
 
+@pytest.mark.parametrize("every", [2, 4])
+def test_the_curves_count_the_tokens_of_every_update_of_a_run_that_ended_early(
+    train: Train, impatient: Path, out_dir: Path, every: int
+) -> None:
+    """Update 5, the last one, is within an interval."""
+    train(out_dir, changed(IMPATIENT, "logging", every=every), **SCRIPT)
+    tokens = [
+        sum(one["target_tokens"] for one in lines_of(path, "train"))
+        for path in (out_dir, impatient)
+    ]
+    assert tokens[0] == tokens[1]
+    assert lines_of(out_dir, "train")[-1]["update"] == 5
+
+
 @pytest.mark.parametrize("fault", [{"dies_at": 4}, {"terminate_at": (1, 8)}], ids=str)
 def test_a_run_that_ended_early_is_the_same_however_often_it_was_stopped(
     train: Train, impatient: Path, out_dir: Path, fault: dict[str, Any]

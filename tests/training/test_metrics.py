@@ -238,6 +238,34 @@ def test_lines_and_alarms_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     ]
 
 
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_a_run_that_ends_within_an_interval_writes_its_line_and_a_longer_one_goes_on(
+    tmp_path: Path, end: int
+) -> None:
+    """The state of its end holds the sums of the interval, which the longer run writes whole.
+
+    A run that is killed after the line writes the same again.
+    """
+    straight, path = tmp_path / "straight.jsonl", tmp_path / "metrics.jsonl"
+    make_updates(metrics(straight), 1, 2, 3, 4, 5)
+    first = metrics(path)
+    saved = make_updates(first, *range(1, end + 1))
+    saved = replace(saved, interval=first.interval_sums())
+    for _ in range(2):  # the second time, nothing is left
+        first.write_rest(saved)
+        lines = lines_of(path)
+        assert [one["update"] for one in lines] == [*range(2, end, 2), end]
+        assert sum(one["target_tokens"] for one in lines) == 10 * end
+    again = metrics(path)
+    again.resume(saved)
+    again.write_rest(saved)
+    assert lines_of(path) == lines
+    second = metrics(path)
+    second.resume(saved)
+    make_updates(second, *range(end + 1, 6), position=saved)
+    assert lines_of(path) == lines_of(straight)
+
+
 def test_a_state_of_an_earlier_version_counts_routes_from_its_update_on() -> None:
     experts = LayersOfExperts(("encoder.layers.1", "decoder.layers.1"), 2)
     interval = Interval((6.0, 1.0, 3.0, 0.5, 9.0), experts=experts)

@@ -1,5 +1,6 @@
 """Resuming without training: what a state restores, and what is refused."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -111,6 +112,17 @@ def test_the_newest_state_restores_tensors_loss_scale_and_position(tmp_path: Pat
     resumed = resuming_of(make_recipe(), tmp_path, engine).resume()
     assert (resumed.position, resumed.replanned) == (SAVED, [])
     assert engine.loaded == [4, [0.0, 1.0, 2.0], SCALE]
+
+
+@pytest.mark.parametrize("update", [2, 4])
+def test_a_run_with_a_perplexity_that_is_no_number_can_be_resumed(
+    update: int, tmp_path: Path
+) -> None:
+    """JSON has no NaN, and the state could not be read any more."""
+    saved = replace(SAVED, best_update=update, best_perplexity=math.nan)
+    save(make_recipe(), tmp_path, saved)
+    position = resuming_of(make_recipe(), tmp_path, NotedState()).resume().position
+    assert str(position) == str(saved)
 
 
 def test_best_weights_that_were_kept_after_the_state_stay_the_best(tmp_path: Path) -> None:

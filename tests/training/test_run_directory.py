@@ -212,32 +212,43 @@ def test_a_run_that_goes_on_in_another_precision_says_so(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "unit", "said"),
     [
+        *(
+            ("polynomial", unit, "schedule of the learning rate ends at the new number\n")
+            for unit in ("bytes", "dense")
+        ),
         (
             "polynomial",
+            "tokens",
             "the polynomial schedule of the learning rate ends at the new number: at update 7 the "
             "rate is 0.0155 instead of 0.01",
         ),
-        ("inverse_sqrt", "inverse_sqrt schedule of the learning rate does not depend on them"),
+        (
+            "inverse_sqrt",
+            "bytes",
+            "inverse_sqrt schedule of the learning rate does not depend on them",
+        ),
     ],
 )
 def test_more_updates_go_on_and_what_becomes_of_the_learning_rate_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, unit: str, said: str
 ) -> None:
+    """The rates of a model that makes another number of updates than the recipe are not known."""
     rates = {"learning_rate": 0.02, "final_learning_rate": 0.005, "warmup_updates": 4}
     shorter, longer = (
-        {**trained(updates=updates), "optimizer": {"schedule": schedule, **rates}}
+        {**trained(updates=updates, updates_of=unit), "optimizer": {"schedule": schedule, **rates}}
         for updates in (10, 14)
     )
     save(run_directory(tmp_path, config=shorter), 6)
     assert resumed_update(run_directory(tmp_path, config=longer)) == 6
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "goes on after update 6 to 14 updates instead of 10; " in line
+    (line,) = capsys.readouterr().err.splitlines(keepends=True)
+    of_unit = "" if unit == "tokens" else f" of {unit}"
+    assert f"goes on after update 6 to 14 updates{of_unit} instead of 10; " in line
     assert said in line
 
 
-def test_the_kept_weights_may_be_of_a_later_update_than_the_last_state(tmp_path: Path) -> None:
+def test_the_kept_weights_may_be_of_a_later_validation_than_the_last_state(tmp_path: Path) -> None:
     directory = run_directory(tmp_path)
     assert directory.best_after(0) == {}
 
@@ -245,8 +256,9 @@ def test_the_kept_weights_may_be_of_a_later_update_than_the_last_state(tmp_path:
         writer.statistics.update(update=8, perplexity=3.5)
 
     directory.write(directory.best_dir, kind="checkpoint", write=write)
-    assert directory.best_after(8) == {}
-    assert directory.best_after(7) == {"best_update": 8, "best_perplexity": 3.5}
+    assert directory.best_after(9) == {}
+    for update in (8, 7):  # a stop in the validation after update 8 saves a state that lacks it
+        assert directory.best_after(update) == {"best_update": 8, "best_perplexity": 3.5}
 
 
 # ---------------------------------------------------------------- one writer at a time

@@ -62,8 +62,8 @@ def run(call: StageCall) -> None:
     """Read the encoder and the text, train a head and all of the encoder, write the task model.
 
     Raises:
-        ConfigError: the text is missing or there is text of two tasks, or a reader is to be trained
-            with label smoothing.
+        ConfigError: the text is missing or there is text of two tasks, a reader is to be trained
+            with label smoothing, or a resource tier is to choose the weights.
     """
     recipe = call.recipe
     given = [name for name in KINDS if name in call.raw]
@@ -77,6 +77,11 @@ def run(call: StageCall) -> None:
         raise ConfigError(
             f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
             "reader: its labels are positions in a passage. Set it to 0."
+        )
+    if recipe.training.best_by != "all":
+        raise ConfigError(
+            f"training.best_by is {recipe.training.best_by!r}, which is for translation models. "
+            'Set it to "all".'
         )
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)

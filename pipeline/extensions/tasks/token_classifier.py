@@ -105,7 +105,9 @@ class TokenClassifier(Trained):
 
         The first B rows of a reader are for the first tokens of answers, the others for the last.
         """
-        packing = batch.packing.noisy() if self.training else batch.packing
+        # Both routes of fuse distillation draw different numbers.
+        salt = 0 if route == "specific" else 1
+        packing = batch.packing.noisy(salt) if self.training else batch.packing
         batch = replace(batch, packing=packing)
         x_ND = self.encode(batch, route=route, progress=progress)
         if self.kind == "tagger":
