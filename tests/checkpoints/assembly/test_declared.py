@@ -381,6 +381,50 @@ def test_language_modules_that_differ_are_not_taken_for_each_other(
     assert main(["upcycle", declare(text + declared), "--out", "made"]) == 0
 
 
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("more", [{}, {"embedding_norm": True, "front": {"kind": "ncf"}}])
+def test_the_function_check_has_the_norms_of_post_norm_models(more: dict[str, Any]) -> None:
+    make_checkpoint(Path("post"), tiny_model(byte_spec(model={"norm": "post"} | more)))
+    assert (
+        main(["upcycle", declare(ALL_DENSE.format(source="post", ratio=0.0)), "--out", "made"]) == 0
+    )
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("parts", [("other", "plain"), ("plain", "other")])
+def test_the_function_check_converts_languages_as_the_encoder_does(parts: tuple[str, str]) -> None:
+    for name, layers in (("plain", 0), ("other", 1)):
+        spec = byte_spec(model={"converter_layers": layers})
+        first = spec.vocabulary_size - len(spec.languages)
+        ids = tuple(range(first, spec.vocabulary_size)) if layers else None
+        spec = spec.model_copy(update={"language_token_ids": ids})
+        make_checkpoint(Path(name), tiny_model(spec))
+    encoder, decoder = parts
+    text = MIXED.format(embeddings="plain", encoder=encoder, decoder=decoder)
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
+MODULES_OF_TWO = '[model.language_modules]\nkind = "low_rank"\nrank = 2\nlanguages = ["de", "fr"]\n'
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("kind", ["low_rank", "language_experts", "clsr"])
+def test_the_function_check_translates_between_languages_with_modules(kind: str) -> None:
+    text = ALL_DENSE.partition("[experts]")[0]
+    if kind == "low_rank":
+        assert (
+            main(["upcycle", declare(text.format(source="dense") + MODULES_OF_TWO), "--out", "two"])
+            == 0
+        )
+        assert receipt_of("two")["function_check"]["largest"] < 1e-5
+    make_checkpoint(Path("all"), tiny_model(byte_spec(model={"language_modules": {"kind": kind}})))
+    assert main(["checkpoint", "prune", "all", "--languages", "de", "en", "--out", "pruned"]) == 0
+    assert main(["upcycle", declare(text.format(source="pruned")), "--out", "made"]) == 0
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
 # ---------------------------------------------------------------- careless users
 
 
