@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpora import writing as writing_artifact
 from support.foreign_models import LINES, m2m100_folder
 from support.forked import forking
 from support.stored_checkpoints import byte_spec, make_checkpoint
@@ -13,7 +14,7 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.tokenizer import tags
+from pipeline.artifacts.tokenizer import tags, with_languages
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly import writing
 from pipeline.checkpoints.assembly.rules import diversified
@@ -269,6 +270,26 @@ def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(
 
 
 @pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(
+    ("spelling", "code", "like"), [("srp_Latn", "sr_Latn", "sr"), ("zh-TW", "zh_Hant", "zh")]
+)
+def test_another_script_of_a_known_language_is_a_new_language(
+    spelling: str, code: str, like: str, is_named: bool
+) -> None:
+    text = ALL_DENSE.format(source="m2m100", ratio=0.0) + f'[languages]\n"{spelling}" = "{like}"\n'
+    if is_named:
+        files = with_languages(open_model(Path("m2m100")).tokenizer, [code])
+        with writing_artifact(Path("named"), "tokenizer", "train_tokenizer") as writer:
+            files.write(writer.directory)
+        text = 'tokenizer = "named"\n' + text
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    new, table = read_tokenizer(made), TensorFiles(made, "weights/").read("embedding.weight")
+    assert torch.equal(table[new.language_token_id(code)], table[new.language_token_id(like)])
+
+
+@pytest.mark.usefixtures("at_shelf")
 def test_a_new_vocabulary_keeps_or_averages_rows(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["ein ganzer Satz mit Wörtern", "whichever sentence goes on", "слова и три слова"]
     m2m100_folder(Path("bigger"), pieces=90, lines=[*LINES, *more])
@@ -329,6 +350,18 @@ def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     spec = read_spec(open_checkpoint(Path("made")))
     assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("experts", [2, 3])
+def test_a_source_of_embeddings_may_have_more_experts(experts: int) -> None:
+    text = ALL_DENSE.format(source="dense", ratio=0.1).replace("= 4", f"= {experts}")
+    text = text.replace("[parts]", 'moe_lgr = "moe_lgr"\n[parts]')
+    text = text.replace('embeddings = "dense"', 'embeddings = "moe_lgr"')
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    moe = read_spec(open_checkpoint(Path("made"))).model.moe
+    assert moe is not None
+    assert moe.num_experts == experts
 
 
 MIXED = """

@@ -104,10 +104,14 @@ def test_a_piece_is_looked_for_on_its_own_side_first_and_else_among_the_targets(
 def test_parts_of_characters_are_bytes_and_not_the_text_that_spells_them(kind: str) -> None:
     """Pieces of byte BPE may end within a character: <0xD0> and <0xB8> of и are no text."""
     lines = [write_bytes(line) for line in ("слово и слова", "中文的句子", "0123456789 ABCDEF <x>")]
-    exact = dict.fromkeys(
-        ("add_dummy_prefix", "remove_extra_whitespaces", "split_by_unicode_script"), False
+    model = own_sentencepiece(
+        (*lines * 30, BYTE_LINE),
+        size=300,
+        model_type="bpe",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_unicode_script=False,
     )
-    model = own_sentencepiece((*lines * 30, BYTE_LINE), size=300, model_type="bpe", **exact)
     languages = ("de", "en", "fr")
     description = TokenizerDescription(
         kind="byte_bpe", languages=languages, language_token_scheme="underscores"
