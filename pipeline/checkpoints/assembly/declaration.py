@@ -45,7 +45,7 @@ from pipeline.config.documents import read_toml
 from pipeline.config.recipe import describe_change
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import canonical, distinct_codes, find_code, meant_code
+from pipeline.languages import canonical, distinct_codes, find_code
 from pipeline.model.moe.language_groups import read_groups
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import groups_of_languages, make_spec, marks_of_vocabulary
@@ -146,12 +146,13 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         groups = read_groups(artifact)
     embeddings = present.get("embeddings")
     known = embeddings.tokenizer.build().languages if embeddings else ()
-    assembly = _in_codes(assembly, known, tokenizer)
+    origin = embeddings.origin if embeddings else None
+    assembly = _in_codes(assembly, known, tokenizer, origin=origin)
     tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
     named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
     resembling = {code: find_code(like, known) or like for code, like in named_likes.items()}
     model = model or _declared_model(assembly, present)
-    rows = _planned_rows(assembly, embeddings, tokenizer, resembling)
+    rows = _planned_rows(embeddings, tokenizer, resembling)
     refuse_misfit(present, model)
     built = tokenizer.build()
     numbers = known_groups(present.get("decoder"), groups, resembling=resembling)
@@ -277,19 +278,25 @@ def known_groups(
     return groups or None
 
 
-def _in_codes(assembly: Assembly, known: Sequence[str], named: TokenizerFiles | None) -> Assembly:
+def _in_codes(
+    assembly: Assembly, known: Sequence[str], named: TokenizerFiles | None, *, origin: Path | None
+) -> Assembly:
     """Return a declaration with new languages by the codes that corpora have, gsw for gsw_Latn.
 
     Raises:
-        ConfigError: It names a new language twice.
+        ConfigError: It names a new language twice, or one that the model of ``origin`` knows.
     """
     languages: dict[str, str] = {}
     for spelling, like in assembly.languages.items():
-        code = spelling
-        if find_code(spelling, known) is None:
-            taken = {canonical(spelling)} & {*known, *languages}  # in another script
-            code = distinct_codes([spelling, *taken])[spelling]
-            code = meant_code(code, named.description.languages) if named else code
+        meant = find_code(spelling, known)
+        taken = {canonical(spelling)} & {*known, *languages}  # in another script
+        code = find_code(spelling, named.description.languages) if named else None
+        code = code or distinct_codes([spelling, *taken])[spelling]
+        if meant is not None and code in known:
+            raise ConfigError(
+                f"The model of {origin} already knows the language {spelling!r}, as {meant!r}. "
+                "Leave it out of [languages]."
+            )
         if code in languages:
             raise ConfigError(f"[languages] names {code!r} twice. Leave out {spelling!r}.")
         languages[code] = like
@@ -328,22 +335,12 @@ def _open_vocabulary(path: Path) -> Artifact:
 
 
 def _planned_rows(
-    assembly: Assembly,
-    embeddings: ModelSource | None,
-    tokenizer: TokenizerFiles,
-    resembling: Mapping[str, str],
+    embeddings: ModelSource | None, tokenizer: TokenizerFiles, resembling: Mapping[str, str]
 ) -> RowPlan | None:
     """Return the plan of the embedding rows; None if the vocabulary stays or starts fresh."""
     if embeddings is None:
         return None
     old, new = embeddings.tokenizer.build(), tokenizer.build()
-    for code in assembly.languages:
-        known = find_code(code, old.languages)
-        if known is not None:
-            raise ConfigError(
-                f"The model of {embeddings.origin} already knows the language {code!r}, as "
-                f"{known!r}. Leave it out of [languages]."
-            )
     if old.fingerprint == new.fingerprint:
         return None
     return plan_rows(old, new, resembling=resembling)

@@ -336,7 +336,8 @@ class AssemblyPlan:
     def experts(self) -> dict[Part, ExpertSources | None]:
         """Return, per part, how the experts of its source become experts of the model."""
         return {
-            part: expert_sources(self.spec, source.tensors) for part, source in self.sources.items()
+            part: None if part == "embeddings" else expert_sources(self.spec, source.tensors)
+            for part, source in self.sources.items()
         }
 
     @cached_property

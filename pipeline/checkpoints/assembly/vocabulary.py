@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipeline.artifacts.spelling import is_blank
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.artifacts.vocabularies import SPACE
+from pipeline.artifacts.vocabularies import SPACE, decode_bytes
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""SentencePiece's spelling of a byte."""
+_BYTES = re.compile("(<0x[0-9A-F]{2}>)+")
+"""SentencePiece's spelling of bytes."""
 OTHER_SIDE = {"piece": "target piece", "target piece": "piece"}
 """Kind of a piece → the other kind of piece."""
 
@@ -135,7 +135,7 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
             found = (old.language_token_id(resembling[meaning.name]),)
             kept += 1
         else:
-            found = _parts(meaning, old) if meaning.kind in OTHER_SIDE else ()
+            found = _parts(meaning, old, known) if meaning.kind in OTHER_SIDE else ()
             averaged, fresh = averaged + bool(found), fresh + (not found)
         sources.append(found)
     old_pieces = {meaning.name for meaning in known if meaning.kind in OTHER_SIDE}
@@ -149,20 +149,17 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     )
 
 
-def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
+def _parts(meaning: Meaning, old: Tokenizer, known: Mapping[Meaning, int]) -> tuple[int, ...]:
     """Return the ids of a piece's text under the old tokenizer, without unknown pieces."""
-    text = _text(meaning.name)
+    text = meaning.name.replace(SPACE, " ")
+    if _BYTES.fullmatch(text):
+        content = bytes.fromhex(text.replace("<0x", "").replace(">", ""))
+        text, dropped = decode_bytes(content)
+        if dropped:  # bytes of a part of a character, which no text has on their own
+            found = (known.get(Meaning(meaning.kind, f"<0x{byte:02X}>")) for byte in content)
+            return tuple(index for index in found if index is not None)
     targets = old.target_languages if meaning.kind == "target piece" else ()
     ids = old.encode(text, language=next(iter(targets), "")) if not is_blank(text) else []
     if not meaning.name.startswith(SPACE) and ids and old.piece(ids[0]) == SPACE:
         ids = ids[1:]  # SentencePiece begins every text with a space
     return tuple(index for index in ids if index != old.unk_id)
-
-
-def _text(piece: str) -> str:
-    """Return the text of a piece; empty for a byte that is no character on its own."""
-    byte = _BYTE.fullmatch(piece)
-    if byte is None:
-        return piece.replace(SPACE, " ")
-    value = int(byte[1], 16)
-    return chr(value) if value < 128 else ""

@@ -59,6 +59,7 @@ from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.parameters import dense_name, is_router, named_slices
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import Residual
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 from pipeline.terminal import counted, text_table
@@ -298,16 +299,16 @@ def check_function(plan: AssemblyPlan, tensors: Tensors) -> Divergence | None:
     old, new = plan.sources["embeddings"].tokenizer.build(), plan.tokenizer.build()
     ids = shared_ids(old, new)
     outputs = [pair for pair in ids if _is_output(pair[0], old) and _is_output(pair[1], new)]
-    codes = set(old.languages) & set(new.languages)
+    specs = (plan.spec, *(source.spec for source in plan.sources.values()))
+    codes = set.intersection(*({*spec.languages_with_modules} for spec in specs))
     targets = {code for code in codes if old.writes(code) and new.writes(code)}
     if not targets or not any(old.piece(old_id) for old_id, _ in outputs):
         return None
     old_ids, new_ids = (list(side) for side in zip(*ids, strict=True))
-    reference_spec = plan.sources["decoder"].spec
     with sparing_loops():
-        batch = fixed_batch(old, old_ids, reference_spec, targets=targets)
+        batch = fixed_batch(old, old_ids, plan.spec, sources=codes, targets=targets)
         before_LV = StreamedModel.of_sources(plan).logits(batch)
-        batch = fixed_batch(new, new_ids, plan.spec, targets=targets)
+        batch = fixed_batch(new, new_ids, plan.spec, sources=codes, targets=targets)
         after_LV = StreamedModel(plan.spec, dict.fromkeys(PARTS, tensors)).logits(batch)
     old_outputs, new_outputs = (torch.tensor(side) for side in zip(*outputs, strict=True))
     return compare(before_LV[:, old_outputs], after_LV[:, new_outputs])
@@ -341,7 +342,12 @@ def _is_output(index: int, tokenizer: Tokenizer) -> bool:
 
 
 def fixed_batch(
-    tokenizer: Tokenizer, ids: list[int], spec: ModelSpec, *, targets: Collection[str]
+    tokenizer: Tokenizer,
+    ids: list[int],
+    spec: ModelSpec,
+    *,
+    sources: Collection[str],
+    targets: Collection[str],
 ) -> Batch:
     """Return sentences of random pieces in directions that take turns through the languages.
 
@@ -351,7 +357,7 @@ def fixed_batch(
     outputs = [index for index in pieces if _is_output(index, tokenizer)]
     generator = named_generator("function check")
     drawn = torch.randint(len(pieces), (SENTENCES, 2, LENGTH), generator=generator)
-    codes = [code for code in tokenizer.languages if tokenizer.language_token_id(code) in ids]
+    codes = [code for code in tokenizer.languages if code in sources]
     target_codes = [code for code in codes if code in targets]
     examples = []
     for number, (source_places, target_places) in enumerate(drawn.tolist()):
@@ -421,13 +427,13 @@ class StreamedModel:
     @classmethod
     def of_sources(cls, plan: AssemblyPlan) -> "StreamedModel":
         """Return the model of the embeddings, the encoder and the decoder of three models."""
-        sources = plan.sources
-        model = shape_of_model(sources["decoder"].spec)
-        of_encoder = shape_of_model(sources["encoder"].spec)
-        model.encoder, model.front = of_encoder.encoder, of_encoder.front
-        model.embedding = shape_of_model(sources["embeddings"].spec).embedding
-        tensors = {part: source.tensors for part, source in sources.items()}
-        return cls(sources["decoder"].spec, tensors, model)
+        shapes = {part: shape_of_model(source.spec) for part, source in plan.sources.items()}
+        model, decoder = shapes["encoder"], shapes["decoder"]
+        model.decoder, model.embedding = decoder.decoder, shapes["embeddings"].embedding
+        groups = decoder.spec.language_groups
+        model.spec = model.spec.model_copy(update={"language_groups": groups})
+        tensors = {part: source.tensors for part, source in plan.sources.items()}
+        return cls(model.spec, tensors, model)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -437,7 +443,7 @@ class StreamedModel:
         for name, module in self.model.named_modules():
             if module in layers:
                 module.register_forward_pre_hook(lambda m, _, n=name: self._fill(n, m))
-                module.register_forward_hook(lambda m, _i, _o: self._empty(m))
+                module.register_forward_hook(lambda m, _, x: self._left(m, x))
             elif module not in inner and any(True for _ in module.parameters(recurse=False)):
                 self._fill(name, module, recurse=False)
         self.model.reset_buffers(torch.device("cpu"))
@@ -456,6 +462,12 @@ class StreamedModel:
             if recurse or entry.owner is module:
                 name = f"{prefix}.{entry.name}"
                 entry.value.copy_(self.tensors[part_of(name)].read(name))
+
+    def _left(self, layer: nn.Module, x: Residual) -> Residual:
+        """Add what waits for the sum, which may need the layer's norm, and empty the layer."""
+        x = x._replace(x_ND=x.sum(), y_ND=None, bias_D=None, norm=None)
+        self._empty(layer)
+        return x
 
     def _empty(self, module: nn.Module) -> None:
         """Give the memory of a module's parameters to the next layer."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpora import writing as writing_artifact
 from support.foreign_models import LINES, m2m100_folder
 from support.forked import forking
 from support.stored_checkpoints import byte_spec, make_checkpoint
@@ -13,7 +14,7 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.tokenizer import tags
+from pipeline.artifacts.tokenizer import tags, with_languages
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly import writing
 from pipeline.checkpoints.assembly.rules import diversified
@@ -269,6 +270,26 @@ def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(
 
 
 @pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(
+    ("spelling", "code", "like"), [("srp_Latn", "sr_Latn", "sr"), ("zh-TW", "zh_Hant", "zh")]
+)
+def test_another_script_of_a_known_language_is_a_new_language(
+    spelling: str, code: str, like: str, is_named: bool
+) -> None:
+    text = ALL_DENSE.format(source="m2m100", ratio=0.0) + f'[languages]\n"{spelling}" = "{like}"\n'
+    if is_named:
+        files = with_languages(open_model(Path("m2m100")).tokenizer, [code])
+        with writing_artifact(Path("named"), "tokenizer", "train_tokenizer") as writer:
+            files.write(writer.directory)
+        text = 'tokenizer = "named"\n' + text
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    new, table = read_tokenizer(made), TensorFiles(made, "weights/").read("embedding.weight")
+    assert torch.equal(table[new.language_token_id(code)], table[new.language_token_id(like)])
+
+
+@pytest.mark.usefixtures("at_shelf")
 def test_a_new_vocabulary_keeps_or_averages_rows(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["ein ganzer Satz mit Wörtern", "whichever sentence goes on", "слова и три слова"]
     m2m100_folder(Path("bigger"), pieces=90, lines=[*LINES, *more])
@@ -331,6 +352,18 @@ def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]
     assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
 
 
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("experts", [2, 3])
+def test_a_source_of_embeddings_may_have_more_experts(experts: int) -> None:
+    text = ALL_DENSE.format(source="dense", ratio=0.1).replace("= 4", f"= {experts}")
+    text = text.replace("[parts]", 'moe_lgr = "moe_lgr"\n[parts]')
+    text = text.replace('embeddings = "dense"', 'embeddings = "moe_lgr"')
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    moe = read_spec(open_checkpoint(Path("made"))).model.moe
+    assert moe is not None
+    assert moe.num_experts == experts
+
+
 MIXED = """
 [sources]
 plain = "plain"
@@ -379,6 +412,50 @@ def test_language_modules_that_differ_are_not_taken_for_each_other(
     assert "plain and other have different language modules: declare" in capsys.readouterr().err
     declared = '[model.language_modules]\nkind = "low_rank"\nrank = 2\n'
     assert main(["upcycle", declare(text + declared), "--out", "made"]) == 0
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("more", [{}, {"embedding_norm": True, "front": {"kind": "ncf"}}])
+def test_the_function_check_has_the_norms_of_post_norm_models(more: dict[str, Any]) -> None:
+    make_checkpoint(Path("post"), tiny_model(byte_spec(model={"norm": "post"} | more)))
+    assert (
+        main(["upcycle", declare(ALL_DENSE.format(source="post", ratio=0.0)), "--out", "made"]) == 0
+    )
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("parts", [("other", "plain"), ("plain", "other")])
+def test_the_function_check_converts_languages_as_the_encoder_does(parts: tuple[str, str]) -> None:
+    for name, layers in (("plain", 0), ("other", 1)):
+        spec = byte_spec(model={"converter_layers": layers})
+        first = spec.vocabulary_size - len(spec.languages)
+        ids = tuple(range(first, spec.vocabulary_size)) if layers else None
+        spec = spec.model_copy(update={"language_token_ids": ids})
+        make_checkpoint(Path(name), tiny_model(spec))
+    encoder, decoder = parts
+    text = MIXED.format(embeddings="plain", encoder=encoder, decoder=decoder)
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
+MODULES_OF_TWO = '[model.language_modules]\nkind = "low_rank"\nrank = 2\nlanguages = ["de", "fr"]\n'
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("kind", ["low_rank", "language_experts", "clsr"])
+def test_the_function_check_translates_between_languages_with_modules(kind: str) -> None:
+    text = ALL_DENSE.partition("[experts]")[0]
+    if kind == "low_rank":
+        assert (
+            main(["upcycle", declare(text.format(source="dense") + MODULES_OF_TWO), "--out", "two"])
+            == 0
+        )
+        assert receipt_of("two")["function_check"]["largest"] < 1e-5
+    make_checkpoint(Path("all"), tiny_model(byte_spec(model={"language_modules": {"kind": kind}})))
+    assert main(["checkpoint", "prune", "all", "--languages", "de", "en", "--out", "pruned"]) == 0
+    assert main(["upcycle", declare(text.format(source="pruned")), "--out", "made"]) == 0
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
 
 
 # ---------------------------------------------------------------- careless users

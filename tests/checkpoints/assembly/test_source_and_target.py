@@ -5,10 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import writing
-from support.exported_models import own_checkpoint, own_tokenizer, tokenizer_of_two
+from support.exported_models import (
+    own_checkpoint,
+    own_sentencepiece,
+    own_tokenizer,
+    tokenizer_of_two,
+)
+from support.foreign_models import LINES
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles, with_languages
+from pipeline.artifacts.tokenizer import (
+    Tokenizer,
+    TokenizerDescription,
+    TokenizerFiles,
+    with_languages,
+)
+from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
 from pipeline.checkpoints.assembly.vocabulary import plan_rows
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.weights import TensorFiles
@@ -86,6 +98,36 @@ def test_a_piece_is_looked_for_on_its_own_side_first_and_else_among_the_targets(
         assert piece is not None
         expected = by_side.get((True, piece), by_side[False, piece])
         assert back.sources[index] == (expected,)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+def test_parts_of_characters_are_bytes_and_not_the_text_that_spells_them(kind: str) -> None:
+    """Pieces of byte BPE may end within a character: <0xD0> and <0xB8> of и are no text."""
+    lines = [write_bytes(line) for line in ("слово и слова", "中文的句子", "0123456789 ABCDEF <x>")]
+    model = own_sentencepiece(
+        (*lines * 30, BYTE_LINE),
+        size=300,
+        model_type="bpe",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_unicode_script=False,
+    )
+    languages = ("de", "en", "fr")
+    description = TokenizerDescription(
+        kind="byte_bpe", languages=languages, language_token_scheme="underscores"
+    )
+    new = TokenizerFiles(description, model).build()
+    text = own_sentencepiece(("0123456789 < x > ABCDEF", *LINES) * 20, size=90)
+    old = own_tokenizer(languages, text)
+    if kind == "bytes":
+        old = TokenizerFiles(description.model_copy(update={"kind": kind}))
+    built = old.build()
+    sources = plan_rows(built, new, resembling={}).sources
+    parts = [index for index in range(new.size) if (new.piece(index) or "").count("<0x") > 1]
+    assert len(parts) > 5
+    for index in parts:
+        of_bytes = tuple(built.bos_id + 3 + byte for byte in new.utf8(index))
+        assert sources[index] == (of_bytes if kind == "bytes" else ())
 
 
 def test_a_language_is_added_behind_all_ids_and_both_sides_stay() -> None:
