@@ -422,6 +422,20 @@ def test_a_list_of_hypotheses_has_each_text_once_even_if_it_has_one_only(
     assert repeated > 0
 
 
+@pytest.mark.parametrize("text", ["Yes", "ab\u2028c"])
+def test_a_translation_of_which_the_model_is_certain_is_in_its_list(
+    piped: Piped, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    certain = [Hypothesis(text, -0.0), Hypothesis("")]
+    monkeypatch.setattr(Translator, "translate", lambda *_: certain)
+    code, found = piped(b"Ja\n\n", more=["--n-best", "1"])
+    told = [json.loads(line) for line in found]
+    assert (code, [one["n_best"] for one in told]) == (
+        0,
+        [[{"text": " ".join(text.splitlines()), "score": 0.0}], []],
+    )
+
+
 @pytest.mark.parametrize("data", ["\tYes, ", "  \tYes, "])
 def test_the_translation_of_an_empty_line_is_its_prefix(piped: Piped, data: str) -> None:
     found = piped(data.encode(), more=["--prefixes"])
