@@ -24,7 +24,7 @@ from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError, without_case
 from pipeline.model.sublayer import Residual
-from pipeline.model.tokens import Tokens, project
+from pipeline.model.tokens import project
 from pipeline.model.transformer import DecoderLayer, Transformer
 from pipeline.terminal import counted
 
@@ -254,7 +254,7 @@ def forced_pass(
     attention_BTS = None
     for number, layer in enumerate(model.decoder_layers()):
         if number == attention_of:
-            attention_BTS = _attention(layer, x.sum(), target, tokens, memory_ND, source).cpu()
+            attention_BTS = _attention(layer, x, target, memory_ND, source).cpu()
         x = layer(x, target, memory_ND, source)
     prompts = [len(one.prompt) for one in sources]
     log_p_BT = _log_probabilities(model, x.sum(), inputs, prompts, eos_id=eos_id)
@@ -299,22 +299,14 @@ def _log_probabilities(
 
 
 def _attention(
-    layer: DecoderLayer,
-    x_ND: Tensor,
-    target: Packing,
-    tokens: Tokens,
-    memory_ND: Tensor,
-    memory: Packing,
+    layer: DecoderLayer, x: Residual, target: Packing, memory_ND: Tensor, memory: Packing
 ) -> Tensor:
     """Return the weights of the layer's cross-attention, averaged over heads, (B, T, S)."""
-    norm = layer.self_attention_norm
-    context_ND = layer.self_attention(norm.enter(x_ND), target, tokens, is_causal=True)
-    x_ND = norm.leave(x_ND, context_ND)
-
+    x = layer.sublayers["self_attention"](x, target, x.tokens, is_causal=True)
+    _, entered_ND = x.enter(layer.cross_attention_norm)
     cross = layer.cross_attention
-    query_ND = project(cross.query, layer.cross_attention_norm.enter(x_ND), tokens)
-    query_BHTK = cross.heads(target.unpack(query_ND)).float()
-    key_BHSK = cross.keys(memory_ND, memory, tokens.over(memory)).key_BHSK.float()
+    query_BHTK = cross.heads(target.unpack(project(cross.query, entered_ND, x.tokens))).float()
+    key_BHSK = cross.keys(memory_ND, memory, x.tokens.over(memory)).key_BHSK.float()
     score_BHTS = query_BHTK @ key_BHSK.transpose(2, 3) / math.sqrt(query_BHTK.shape[3])
     is_padding = ~memory.mask_BT[:, None, None, :]
     return score_BHTS.masked_fill(is_padding, -torch.inf).softmax(3).mean(1)

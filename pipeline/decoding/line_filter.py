@@ -222,7 +222,8 @@ def _written(hypothesis: Hypothesis, lists_hypotheses: bool) -> str:
     """Return the text, or as JSON everything that is asked for."""
     details = hypothesis.details
     if lists_hypotheses and not (details and details.n_best):
-        only = (Alternative(hypothesis.text, hypothesis.score),) if hypothesis.score else ()
+        has_any = hypothesis.text or hypothesis.score  # which may be rounded to 0
+        only = (Alternative(hypothesis.text, hypothesis.score),) if has_any else ()
         details = replace(details or Details(), n_best=only)
     if details is None:
         return hypothesis.text

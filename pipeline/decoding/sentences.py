@@ -170,7 +170,7 @@ def align(
 
 
 def _begins_with_space(piece: str | None) -> bool:
-    return piece is not None and (piece.startswith(SPACE) or piece == BYTE_SPACE)
+    return piece is not None and piece.startswith((SPACE, BYTE_SPACE))
 
 
 def _is_space(piece: str | None) -> bool:
@@ -178,6 +178,5 @@ def _is_space(piece: str | None) -> bool:
 
 
 def _goes_on(piece: str | None) -> bool:
-    """Return whether the piece is a UTF-8 continuation byte."""
-    is_byte = piece is not None and len(piece) == len(BYTE_SPACE) and piece.startswith("<0x")
-    return is_byte and piece is not None and "<0x80>" <= piece <= "<0xBF>"
+    """Return whether the piece begins with a UTF-8 continuation byte."""
+    return piece is not None and "<0x80>" <= piece[: len(BYTE_SPACE)] <= "<0xBF>"

@@ -239,6 +239,8 @@ class Translator:
 
     def phrases_problem(self, phrases: Sequence[str], *, prefix: str = "") -> str:
         """Return why no translation can have these and the recipe's phrases; "" if one can."""
+        if phrases and self.config.search != "beam":
+            return "must have phrases, which only beam search finds"
         wanted = {tuple(self._target_tokens(phrase)) for phrase in phrases}
         tokens = [token for phrase in wanted for token in phrase]
         if not all(wanted) or self.tokenizer.unk_id in tokens:
@@ -246,7 +248,7 @@ class Translator:
         if any(map(self._is_banned, wanted)):
             return "has a phrase with a banned one in it"
         count = sum(map(len, wanted | {*self._required})) + len(self._target_tokens(prefix))
-        if phrases and count > self.max_tokens - 1:
+        if (phrases or prefix) and count > self.max_tokens - 1:
             return (
                 f"must have {count:,} tokens in its translation, of which the model takes "
                 f"{self.max_tokens - 1:,}"

@@ -106,6 +106,27 @@ def test_a_beams_score_is_that_of_one_pass_over_its_tokens(kind: str, route: Rou
         assert translation.score == pytest.approx(mean, abs=1e-4)
 
 
+@pytest.mark.parametrize("tables", ["per_side", "per_sublayer"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_is_what_the_layer_pays_behind_the_gates_of_language_modules(
+    layer: int, tables: str
+) -> None:
+    model = model_of("dense", language_modules=MODULES["clsr"] | {"tables": tables})
+    (example,) = random_examples(model.spec, sentences=1, seed=5)
+    source, given = source_of(example), Translation(tuple(map(int, example.target)), 0.0)
+    cross = list(model.decoder_layers())[layer].cross_attention
+    heads: dict[torch.nn.Module, torch.Tensor] = {}
+    for one in (cross.query, cross.key):
+        one.register_forward_hook(lambda own, _, x: heads.update({own: cross.heads(x[None])[0]}))
+    forced_pass(model, [source], [given], eos_id=EOS_ID)
+    query_HTK, key_HSK = heads[cross.query], heads[cross.key]
+    expected_TS = (query_HTK @ key_HSK.mT / query_HTK.shape[2] ** 0.5).softmax(2).mean(0)
+    (found,) = forced_pass(model, [source], [given], eos_id=EOS_ID, attention_of=layer)
+    assert found.attention_TS is not None
+    wanted_TS = expected_TS[len(source.prompt) - 1 : -1]
+    torch.testing.assert_close(found.attention_TS, wanted_TS, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
 def test_the_routes_of_a_model_translate_differently(kind: str) -> None:
     model = with_modules(kind)

@@ -272,6 +272,41 @@ def test_a_translation_begins_with_what_stands_behind_the_tab(
     ]
 
 
+@pytest.mark.parametrize(("must", "letters"), [("abcdefghij", 30), ("ab", 36)])
+def test_a_prefix_for_which_the_phrases_of_all_lines_leave_no_room_is_named(
+    piped: Piped, capsys: pytest.CaptureFixture[str], must: str, letters: int
+) -> None:
+    data = f"Ja\tYes, \nSo\t{'x' * letters}\nDoch\n"
+    code, found = piped(data.encode(), more=["--prefixes", "--must", must])
+    assert (code, found[1]) == (EXIT_USER_ERROR, "")
+    assert found[0].startswith("Yes, ")
+    assert must in found[0]
+    assert must in found[2]
+    assert errors(capsys) == (
+        f"mmnmt translate: Line 2 must have {len(must) + letters} tokens in its translation, of "
+        f"which the model takes 37. {AS_EMPTY}\n"
+    )
+
+
+@pytest.mark.parametrize(("phrases", "number"), [("ab\n\n", 1), ("\nx\ty\n", 2)])
+def test_phrases_of_a_line_that_is_sampled_are_refused(
+    piped: Piped,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    phrases: str,
+    number: int,
+) -> None:
+    (tmp_path / "phrases").write_text(phrases, encoding="utf-8")
+    more = ["--must-file", str(tmp_path / "phrases"), "--set=decoding.search=sampling"]
+    code, found = piped(b"Ja\nNein\n", more=more)
+    assert (code, found[number - 1]) == (EXIT_USER_ERROR, "")
+    assert all(found[: number - 1] + found[number:])
+    assert errors(capsys) == (
+        f"mmnmt translate: Line {number} must have phrases, which only beam search finds. "
+        f"{AS_EMPTY}\n"
+    )
+
+
 def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     piped: Piped,
     translated: Callable[[str], str],
@@ -385,6 +420,20 @@ def test_a_list_of_hypotheses_has_each_text_once_even_if_it_has_one_only(
         assert listed == [*distinct][:most]
         repeated += len(texts) - len(distinct)
     assert repeated > 0
+
+
+@pytest.mark.parametrize("text", ["Yes", "ab\u2028c"])
+def test_a_translation_of_which_the_model_is_certain_is_in_its_list(
+    piped: Piped, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    certain = [Hypothesis(text, -0.0), Hypothesis("")]
+    monkeypatch.setattr(Translator, "translate", lambda *_: certain)
+    code, found = piped(b"Ja\n\n", more=["--n-best", "1"])
+    told = [json.loads(line) for line in found]
+    assert (code, [one["n_best"] for one in told]) == (
+        0,
+        [[{"text": " ".join(text.splitlines()), "score": 0.0}], []],
+    )
 
 
 @pytest.mark.parametrize("data", ["\tYes, ", "  \tYes, "])

@@ -5,9 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import bytes_of
+from support.pieces import train_pieces
 
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles
-from pipeline.artifacts.vocabularies import ByteVocabulary
+from pipeline.artifacts.vocabularies import (
+    BYTE_LINE,
+    SPACE,
+    ByteVocabulary,
+    piece_field,
+    write_bytes,
+)
 from pipeline.decoding.sentences import (
     align,
     join_sentences,
@@ -17,6 +24,10 @@ from pipeline.decoding.sentences import (
     word_spans,
 )
 
+UNTOUCHED = dict.fromkeys(("add_dummy_prefix", "remove_extra_whitespaces"), False) | {
+    **{"normalization_rule_name": "identity", "split_by_unicode_script": False},
+    **{"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3},
+}
 BYTES: Tokenizer = TokenizerFiles(bytes_of(("de", "zh"))).build()
 
 
@@ -137,6 +148,29 @@ def test_words_stand_between_spaces(text: str) -> None:
 @pytest.mark.parametrize("language", ["zh", "wuu"])
 def test_where_no_spaces_are_written_every_character_is_a_word(language: str) -> None:
     assert words("我们 回家", language=language) == list("我们回家")
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        ("да не пять", "ru", ["да", "не", "пять"]),
+        ("国际 中国", "zh", ["国", "际", "中", "国"]),
+    ],
+)
+def test_pieces_of_a_part_of_a_character_begin_and_end_no_other_word(
+    text: str, language: str, expected: list[str]
+) -> None:
+    """Byte pairs join a space and the first byte of a letter, or the last bytes of a letter."""
+    model = train_pieces([BYTE_LINE], size=400, model_type="bpe", **UNTOUCHED)
+    for piece in (write_bytes("д"), write_bytes("国")[1:], write_bytes("中")[1:]):
+        model += piece_field(piece)
+    model += piece_field(SPACE + write_bytes("д")[:1])
+    description = bytes_of(("ru", "zh")).model_copy(update={"kind": "byte_bpe"})
+    tokenizer = TokenizerFiles(description, model).build()
+    tokens = tokenizer.encode(text)
+    assert any(len(tokenizer.piece(token) or "") > len("<0x20>") for token in tokens)
+    spans = word_spans(tokens, tokenizer, language=language)
+    assert texts_of(tokens, spans, tokenizer) == expected
 
 
 def test_a_word_of_unknown_pieces_is_marked_and_still_one() -> None:

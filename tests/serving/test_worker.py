@@ -321,6 +321,25 @@ def request_to_translate(text: str) -> Message:
     return {"type": "http.request", "body": body}
 
 
+@pytest.mark.parametrize("phrases", ["qx", ["ab", "cd"]])
+def test_phrases_that_no_sampling_finds_are_refused(checkpoint: Artifact, phrases: Any) -> None:
+    decoding = DECODING.model_copy(update={"search": "sampling"})
+    sampled = System.load("one", checkpoint, decoding=decoding)
+    api = Api(Systems([sampled]), limits=ServerLimits(9000, 9, 60))
+    told = {"q": "Haus", "source": "de", "target": "en", "phrases": phrases}
+    message = {"type": "http.request", "body": json.dumps(told).encode()}
+    status, body = asyncio.run(ask(api, "/translate", message))
+    assert (status, json.loads(body)) == (
+        400,
+        {
+            "error": "'phrases' asks for a translation that must have phrases, which only beam "
+            "search finds. Change it."
+        },
+    )
+    assert asyncio.run(ask(api, "/translate", request_to_translate("Haus")))[0] == 200
+    api.close()
+
+
 def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> None:
     api = Api(Systems([system]), limits=ServerLimits(9000, 9, 60))
     noise: list[str] = []
