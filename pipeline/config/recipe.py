@@ -324,6 +324,10 @@ def recipe_layers(name: str) -> list[str]:
             layers[-1] += f"+{part}"
         else:
             layers.append(part)
+    if "" in layers[1:] or layers[:1] == [""] != layers:
+        raise ConfigError(
+            f"{name!r} has a + with no name before or after it. Write RECIPE+OVERLAY."
+        )
     return layers
 
 
