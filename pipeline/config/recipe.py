@@ -410,7 +410,8 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Return the nested table of ``--set`` values; a later value replaces an earlier one."""
     overrides: dict[str, Any] = {}
     for text in texts:
-        overrides = merge(overrides, _parse(text))
+        name = text.partition("=")[0].strip()
+        overrides = merge(overrides, _parse(text), values=TABLES & {name})
     return overrides
 
 
