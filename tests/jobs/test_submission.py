@@ -905,6 +905,34 @@ def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path, edited: st
     assert status(graph(out))["dense"].endswith(left if edited[:1] != "[" else "+00:00")
 
 
+@pytest.mark.parametrize("unit", ["dense", "bytes"])
+def test_updates_in_the_unit_of_another_model_are_the_most_that_are_made(
+    slurm: FakeSlurm, out: Path, unit: str
+) -> None:
+    resolved = graph(out, training={"updates_of": unit, "updates": 1000})
+    submit(resolved)
+    slurm.become(slurm.ids()["moe"], "RUNNING")
+    folder = run_dir(out / "moe")
+    folder.mkdir(parents=True)
+    records = [{"kind": "train", "update": n, "seconds": 2.0 * n} for n in (10, 20)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    assert status(resolved)["moe"].endswith(" 20 of at most 1,000 updates, at most 32:40 left")
+
+
+@pytest.mark.parametrize("state", ["FAILED", "RUNNING"])
+def test_status_names_the_option_of_submit_where_a_stage_names_its_own(
+    slurm: FakeSlurm, out: Path, state: str
+) -> None:
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    cause = "out holds another result (input shards changed). Pass --overwrite to replace it."
+    end(out / "dense", f"{job}.0", "failed", cause)
+    slurm.become(job, state, restarts=int(state == "RUNNING"), reason="None")
+    said = status(graph(out))["dense" if state == "FAILED" else f"dense {job}.0"]
+    assert "(input shards changed). Pass --rebuild dense to replace it." in said
+
+
 # ---------------------------------------------------------------- the command
 
 
