@@ -983,6 +983,22 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     assert list(slurm.live()) == ["corpus"]
 
 
+@pytest.mark.parametrize("edited", ["[clean]\nmax_charcters = 3\n", "[clean\n"])
+def test_jobs_are_canceled_and_logs_printed_while_a_recipe_is_edited(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]], edited: str
+) -> None:
+    tiny(tmp_path)
+    given = ("plan.toml", "--input", f"text={tmp_path / 'text'}", "--site", "site.toml")
+    assert run("submit", *given)[0] == 0
+    ids = slurm.ids()
+    (tmp_path / "recipe.toml").write_text(edited, encoding="utf-8")
+    (tmp_path / "runs/plan/clean.logs" / f"{ids['clean']}.log").write_text("a\n", encoding="utf-8")
+    assert run("logs", "plan.toml", "clean") == (0, "a\n")
+    canceled = [f"{name}: canceled job {ids[name]}" for name in ("corpus", "clean")]
+    assert run("cancel", "plan.toml") == (0, "\n".join(canceled) + "\n")
+    assert not slurm.live()
+
+
 def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
     slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
