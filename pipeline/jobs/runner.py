@@ -120,14 +120,14 @@ def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str], *, jobs: i
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     for task in resolved.tasks:
-        _refuse_unfit_inputs(resolved, task)
+        refuse_unfit_inputs(resolved, task)
         refuse_missing_inputs(resolved, task)
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
         if "batches" in task.stage.sections and not task.is_made:
             _refuse_unfit_ranks(task, processes=_processes_of(task, jobs=jobs))
 
 
-def _refuse_unfit_inputs(resolved: ResolvedPlan, task: Task) -> None:
+def refuse_unfit_inputs(resolved: ResolvedPlan, task: Task) -> None:
     """Refuse data from outside that a stage cannot read, before other stages work for it in vain.
 
     Raises:

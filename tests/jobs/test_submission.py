@@ -494,6 +494,8 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
     first = slurm.ids()
     slurm.become(first["corpus"], "RUNNING")
     monkeypatch.chdir(tmp_path)
+    for name in ("other", "more"):
+        (tmp_path / name).mkdir()
     for same in (Path("text"), tmp_path / "other" / ".." / "text"):
         submit(replace(plan, given={"text": RawInput((same,))}))
         assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
@@ -635,9 +637,10 @@ def test_commands_can_be_shown_without_slurm(out: Path) -> None:
 def test_commands_are_shown_with_a_warning_where_slurm_does_not_tell_the_jobs(
     slurm: FakeSlurm, out: Path, down: str | bool, told: str
 ) -> None:
-    slurm.set(down=down)
+    slurm.set(refused="mmnmt-corpus")
     with pytest.raises(SchedulerError):
         submit(graph(out))
+    slurm.set(down=down)
     said = shown(graph(out))
     assert said[0].startswith("# States of jobs are unknown: no stage counts as submitted. ")
     assert told in said[0]
@@ -694,6 +697,64 @@ def test_cancel_leaves_the_jobs_of_another_plan_in_the_same_folder(
     assert slurm.live() == {"corpus": ids["corpus"]}
     cancel_jobs(plan, ["corpus"])
     assert not slurm.live()
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_jobs_that_the_record_lacks_are_found(slurm: FakeSlurm, out: Path, is_typed: bool) -> None:
+    """The folder was removed while they waited, or a user typed the printed lines."""
+    if is_typed:
+        lines = "\n".join(shown(graph(out)))
+        subprocess.run(["bash", "-euc", lines], check=True, timeout=120)
+    else:
+        submit(graph(out))
+    before = slurm.live()
+    slurm.become(before["corpus"], "RUNNING")
+    shutil.rmtree(out)
+    said = submit(graph(out))
+    assert said.pop(0) == f"corpus: runs as job {before['corpus']}"
+    assert all(f", instead of job {before[line.split(':')[0]]} (" in line for line in said)
+    assert slurm.live().keys() == before.keys()
+    assert [*before.values()].count(slurm.live()["clean"]) == 0
+    copy = graph(out.with_name("copy"))
+    with pytest.raises(ArtifactError, match=r"Nothing was submitted to .*/copy"):
+        cancel_jobs(copy, [])
+    shutil.rmtree(out)
+    cancel_jobs(graph(out), [], say=lambda _: None)
+    assert not slurm.live()
+
+
+@pytest.mark.parametrize("running", [[], ["clean"]])
+def test_a_submission_tells_which_left_out_jobs_slurm_cancels_with_it(
+    slurm: FakeSlurm, out: Path, running: list[str]
+) -> None:
+    submit(graph(out))
+    ids, site = slurm.live(), SITE.model_copy(update={"time": "1:00:00"})
+    for name in running:
+        slurm.become(ids[name], "RUNNING")
+    lines = shown(one_stage(out), site)
+    submit_plan(one_stage(out), site, say=(said := list[str]()).append)
+    others = [task.name for task in graph(out).tasks[1:] if not running]
+    told = ", which waits for these; submit it, too"
+    assert said[1:] == [f"{name}: SLURM cancels job {ids[name]}{told}" for name in others]
+    assert [line[2:] for line in lines if line.endswith(told)] == said[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("nowhere", "does not exist"), ("empty", "has no manifest.json")]
+)
+def test_an_input_that_a_later_stage_cannot_read_is_refused_before_any_is_submitted(
+    slurm: FakeSlurm, out: Path, name: str, problem: str
+) -> None:
+    path = out.with_name("given.toml")
+    out.with_name("empty").mkdir()
+    text = GRAPH.replace('tokenizer = "tokenizer" }', 'tokenizer = "$words" }')
+    path.write_text(f'[inputs]\nwords = "a tokenizer"\n{text}', encoding="utf-8")
+    given = {"words": RawInput((out.parent / name,))}
+    plan = resolve_plan(load_plan(str(path)), out_dir=out, given=given, auto="cpu_fp32")
+    for act in (submit, shown):
+        with pytest.raises(ArtifactError, match=problem):
+            act(plan)
+    assert not slurm.jobs
 
 
 @pytest.mark.parametrize(("stage", "row"), [("moe", "waiting"), ("dense", "running")])
