@@ -364,6 +364,20 @@ class GroupsConfig(Settings):
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
     """Additions to the paper's table: language → group 1 to 4, for example ``{ chr = 4 }``."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        share = type(self).model_fields["max_group_share"].default
+        for name, default, method in (
+            ("max_group_share", share, "embeddings"),
+            ("extend", {}, "paper"),
+        ):
+            if getattr(self, name) != default and self.method != method:
+                raise ValueError(
+                    f"{name} has no effect with method {self.method!r}. Leave it out, or set "
+                    f"method to {method!r}"
+                )
+        return self
+
 
 class LanguagesConfig(Settings):
     """Knowledge about languages beyond the registry (``pipeline/languages.py``)."""

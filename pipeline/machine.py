@@ -66,13 +66,13 @@ def gpus_of(capabilities: tuple[float, ...], environment: Mapping[str, str]) -> 
     """
     seen, named = capabilities, environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and capabilities:
-        names = [name.strip() for name in named.split(",") if name.strip()]
-        if all(name.isdecimal() for name in names):  # CUDA stops at the first that is no device
-            numbers = takewhile(lambda number: number < len(capabilities), map(int, names))
-            seen = tuple(capabilities[number] for number in numbers)
+        names, count = [name.strip() for name in named.split(",")], len(capabilities)
+        # CUDA stops at the first that is no device, as none, NoDevFiles and -1 are.
+        if ids := [*takewhile(lambda name: name.startswith(("GPU-", "MIG-")), names)]:
+            seen = (min(capabilities),) * min(len(ids), count)
         else:
-            known = 0 if names[0] == "-1" else min(len(names), len(capabilities))
-            seen = (min(capabilities),) * known
+            numbers = takewhile(lambda name: name.isdecimal() and int(name) < count, names)
+            seen = tuple(capabilities[int(number)] for number in numbers)
     return Gpus(len(seen), has_bf16=bool(seen) and min(seen) >= BF16_CAPABILITY)
 
 

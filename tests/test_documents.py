@@ -103,7 +103,22 @@ def test_a_dotted_key_that_would_take_minutes_is_refused_at_once(path: Path) -> 
     many = "a." * 100_000
     for text in (f"{many}a = 1", f"[{many}a]", "x = {" + "a." * 50 + "a=1}"):
         assert f"more than {MAX_TOML_DOTS} dots" in refused_toml(path, text)
+    for text in ('"a\\".b" . ' * 40 + "a = 1", "x = [{ " + "'a b'." * 33 + "a = 1 }]"):
+        assert f"more than {MAX_TOML_DOTS} dots" in refused_toml(path, text)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (f"a = [{'0.5, ' * 40}]", [0.5] * 40),
+        (f"# {'. ' * 40}\na = '{'.' * 40}'", "." * 40),
+        ("a = [" + '"x.de", ' * 40 + "]", ["x.de"] * 40),
+    ],
+)
+def test_dots_of_numbers_and_texts_are_no_key(path: Path, text: str, value: object) -> None:
+    path.write_text(text, encoding="utf-8")
+    assert read_toml(path) == {"a": value}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ A100, V100 = 8.0, 7.0
         ((A100, A100), "0,7,1", 1, True),
         ((A100, A100, A100), "GPU-6f1b,GPU-77aa", 2, True),
         ((A100,), "MIG-1,MIG-2,MIG-3", 1, True),
+        ((A100, A100), "GPU-6f1b,none", 1, True),
+        ((A100, A100), "none", 0, False),
+        ((A100,), "NoDevFiles", 0, False),
+        ((A100, A100), "0,-1", 1, True),
+        ((A100, A100), "1,,0", 1, True),
     ],
 )
 def test_gpus_are_those_that_the_environment_shows(

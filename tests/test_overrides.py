@@ -66,6 +66,14 @@ def test_a_later_override_replaces_an_earlier_one() -> None:
     assert found == {"training": {"updates": 4, "seed": 2}}
 
 
+@pytest.mark.parametrize("name", ["corpus.cldr.train_pairs", "corpus.columns"])
+def test_a_later_table_of_names_replaces_an_earlier_one(name: str) -> None:
+    later = parse_overrides([f"{name} = {{ de = 1, fr = 2 }}", f"{name}={{ fr = 3 }}"])
+    assert later == parse_overrides([f"{name}.fr=3"])
+    both = parse_overrides([f"{name}.de=1", f"{name}.fr=2", "training.seed=2"])
+    assert both == parse_overrides([f"{name}={{ de = 1, fr = 2 }}", "training.seed=2"])
+
+
 def test_overrides_are_written_as_they_are_read() -> None:
     overrides = {
         "training": {"updates": 3, "best_by": "low"},

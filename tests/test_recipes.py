@@ -24,6 +24,7 @@ from pipeline.config.ds_config import (
 )
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError
+from pipeline.jobs.plan import load_plan
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import merge_ds_config
@@ -321,6 +322,17 @@ def test_a_file_may_have_a_plus_in_its_name(
     for missing in ("model.toml", "x/y.toml"):
         message = refusal(partial(load_recipe, f"demo_moe+{missing}"))
         assert f"mmnmt checkpoint inspect CHECKPOINT --recipe > {missing}." in message
+
+
+@pytest.mark.parametrize("name", ["demo_moe+", "+smoke", "demo_moe++smoke"])
+def test_a_plus_without_a_name_is_refused(name: str, tmp_path: Path) -> None:
+    told = f"{name!r} has a + with no name before or after it. Write RECIPE+OVERLAY."
+    assert refusal(lambda: load_recipe(name)) == told
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        f'[stages.corpus]\nrun = "import_corpus"\nrecipe = "{name}"\n', encoding="utf-8"
+    )
+    assert refusal(lambda: load_plan(str(path))) == told
 
 
 def test_a_recipe_with_a_parent_is_no_overlay() -> None:

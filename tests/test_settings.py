@@ -296,6 +296,12 @@ def test_ranges_are_told_in_words() -> None:
         ("[[mixture.phases]]\nfrom_update = 5", "phases begin at updates [5]"),
         ('[batches]\ntag_is_label = true\ntag_scheme = "tgt"', "forces no tag on the decoder"),
         ("[decoding]\nmax_length_ratio = 0\nmax_extra_length = 0", "no hypothesis could have"),
+        (
+            '[groups]\nmethod = "typology"\nmax_group_share = 0.5',
+            "no effect with method 'typology'",
+        ),
+        ('[groups]\nmethod = "paper"\nmax_group_share = 0.2', "max_group_share has no effect with"),
+        ("[groups]\nextend = { chr = 4 }", "extend has no effect with method 'embeddings'"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(
@@ -322,6 +328,8 @@ def loaded(text: str, folder: Path) -> Recipe:
         '[optimizer]\nschedule = "inverse_sqrt"\n[training]\nupdates = 10',
         "[mixture]\nsampling_temperature = inf",
         "[optimizer]\nwarmup_updates = 0\n[training]\nupdates = 1",
+        "[groups]\nmax_group_share = 0.5",
+        '[groups]\nmethod = "typology"\nmax_group_share = 0.26785714285714285',
     ],
 )
 def test_settings_that_work_together_are_accepted(text: str, tmp_path: Path) -> None:

@@ -37,8 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     stage, options_of_stage = find_stage(arguments)
     if stage is not None:
         return stage_main(stage.name, options_of_stage)
-    if own_rank() != 0:
-        return 0  # one process is enough, however many a launcher started
+    if (rank := own_rank()) != 0:  # one process is enough, however many a launcher started
+        print(
+            f"mmnmt: rank {rank} does nothing, since rank 0 runs the command. If no launcher "
+            "started this process, unset RANK and the other variables of a launcher.",
+            file=sys.stderr,
+        )
+        return 0
     parser = _parser()
     words = [name.split() for name in COMMANDS]
     if not arguments:

@@ -79,13 +79,13 @@ def _refuse_unfit(task: Task, allocation: Allocation) -> None:
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel the jobs of a plan."""
-    cancel_jobs(resolve_plan(load_plan(options.plan), out_dir=options.out), options.only)
+    cancel_jobs(_unresolved(options), options.only)
     return 0
 
 
 def logs(options: argparse.Namespace) -> int:
     """Print the log of the newest job of a stage."""
-    path = last_log(resolve_plan(load_plan(options.plan), out_dir=options.out), options.stage)
+    path = last_log(_unresolved(options), options.stage)
     with path.open(encoding="utf-8", errors="replace") as lines:
         ranks = set()
         for line in lines:
@@ -116,6 +116,12 @@ def _plan_dir(options: argparse.Namespace) -> Path:
     """Return the directory of all stages of the plan that the options name."""
     chosen: Path | None = options.out
     return chosen or default_dir(load_plan(options.plan))
+
+
+def _unresolved(options: argparse.Namespace) -> ResolvedPlan:
+    """Return the plan without its settings: jobs are canceled also while a recipe is edited."""
+    plan = load_plan(options.plan)
+    return ResolvedPlan(plan, options.out or default_dir(plan), given={}, tasks=[])
 
 
 def _placed_plan(

@@ -24,8 +24,13 @@ from pipeline.errors import ArtifactError, ConfigError, UserError, hint, unreada
 MAX_TOML_BYTES = 2**20
 """Largest recipe or plan; a recipe for a hundred languages has a few KiB."""
 MAX_TOML_DOTS = 32
-"""Most dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
-parts of a dotted key, and a key of 16 KiB takes 7 seconds."""
+"""Most dots of a key: the time and memory of tomllib (Python 3.11) grow with the square of its
+parts, and a key of 16 KiB takes 7 seconds."""
+_DOTTED = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+)"""
+    rf"{{{MAX_TOML_DOTS + 1}}}"
+)
+"""A key of more parts, in quotes or not; a list of numbers, or of names of files, is none."""
 MAX_JSON_BYTES = 2**24
 """Largest JSON file or line; routing statistics of 200 languages and 128 experts have 5 MB."""
 MAX_DEPTH = 64
@@ -45,9 +50,9 @@ def read_toml(path: Path, *, fix: str = "name a file that is there") -> dict[str
     content = read_bytes(path, limit=MAX_TOML_BYTES, error=ConfigError, fix=fix)
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte-order mark
-        if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
+        if _DOTTED.search(text):
             raise ConfigError(
-                f"{path} has a line with more than {MAX_TOML_DOTS} dots. Nest tables less deeply."
+                f"{path} has a key with more than {MAX_TOML_DOTS} dots. Nest tables less deeply."
             )
         document = tomllib.loads(text)
     except RecursionError as error:

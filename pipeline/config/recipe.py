@@ -324,6 +324,10 @@ def recipe_layers(name: str) -> list[str]:
             layers[-1] += f"+{part}"
         else:
             layers.append(part)
+    if "" in layers[1:] or layers[:1] == [""] != layers:
+        raise ConfigError(
+            f"{name!r} has a + with no name before or after it. Write RECIPE+OVERLAY."
+        )
     return layers
 
 
@@ -406,7 +410,8 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Return the nested table of ``--set`` values; a later value replaces an earlier one."""
     overrides: dict[str, Any] = {}
     for text in texts:
-        overrides = merge(overrides, _parse(text))
+        name = text.partition("=")[0].strip()
+        overrides = merge(overrides, _parse(text), values=TABLES & {name})
     return overrides
 
 

@@ -124,9 +124,11 @@ def own_rank() -> int:
         rank = rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
         return 0
-    # No launcher sets a rank outside its world: a variable that was left silences no command.
+    # No launcher sets a rank outside its world, or without a place to meet: a variable that was
+    # left silences no command.
     unknown = 0 if "RANK" in os.environ else rank + 1
-    return rank if 0 <= rank < (launched_size(os.environ) or unknown) else 0
+    is_left = "RANK" in os.environ and "MASTER_ADDR" not in os.environ
+    return rank if 0 <= rank < (launched_size(os.environ) or unknown) and not is_left else 0
 
 
 def launched_size(environment: Mapping[str, str]) -> int | None:

@@ -97,7 +97,10 @@ _REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
 _SLURM_FIX = "Load SLURM's module in the setup of the site file (MMNMT_SETUP)"
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
-_OTHER_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_OTHER_LAUNCHER = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 """Variables that sbatch passes on from the user's shell, and by which each rank would be the same
 rank of another world."""
 

@@ -6,6 +6,7 @@ does not know any more has ended, however it ended.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.manifest import run_dir
@@ -155,7 +156,9 @@ def _last_line(path: Path) -> str:
 
 def _ended(task: Task, *, running: str = "", may_run: bool = False) -> list[Verdict]:
     most = SHOWN_STARTS + 1  # the row of the stage tells one of them
-    return ended_starts(task.out_dir, most=most, running=running, may_run=may_run)
+    ended = ended_starts(task.out_dir, most=most, running=running, may_run=may_run)
+    of_plan = f"--rebuild {task.name}"  # which a stage has no such option for
+    return [replace(one, cause=one.cause.replace("--overwrite", of_plan)) for one in ended]
 
 
 def _start_rows(ended: Sequence[Verdict]) -> list[list[str]]:
@@ -190,8 +193,10 @@ def how_far(task: Task) -> str:
     update = max(updates_done(state) if state else 0, lines[-1]["update"] if lines else 0)
     if not update:
         return ""
-    text = f"{update:,} of {counted(total, 'update')}"
+    # Longer pieces, or experts, make fewer updates; how many fewer, only the data tells.
+    bound = "" if task.config["training"]["updates_of"] == "tokens" else "at most "
+    text = f"{update:,} of {bound}{counted(total, 'update')}"
     if lines and (updates := lines[-1]["update"] - lines[0]["update"]) > 0:
         seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-        text += f", {clock_text((total - lines[-1]['update']) * seconds / updates)} left"
+        text += f", {bound}{clock_text((total - lines[-1]['update']) * seconds / updates)} left"
     return text

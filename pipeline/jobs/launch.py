@@ -106,7 +106,9 @@ def launch(
         nullcontext(requests) if requests else StopRequests() as asked,
         _reports_folder() as reports,
     ):
-        variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports}
+        # The store of a torchrun that started this process is not that of these ranks.
+        of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+        variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports, **of_torchrun}
         try:
             for rank in range(processes):
                 world = World(rank, processes, rank, processes, LOOPBACK, port)

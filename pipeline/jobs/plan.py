@@ -58,6 +58,7 @@ stages that result.
 """
 
 import graphlib
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -492,6 +493,9 @@ def resolve_plan(
     place = out_dir or default_dir(plan)
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
+    nearest = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {place}: {nearest} is no folder. Name another.")
     laid_over: dict[str, Any] = {}
     for layer in recipe_layers(overlay) if overlay else ():
         laid_over = merge(laid_over, read_overlay(layer, base=plan.name), values=TABLES)

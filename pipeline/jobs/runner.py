@@ -120,14 +120,14 @@ def _refuse_unready(resolved: ResolvedPlan, rebuild: Collection[str], *, jobs: i
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     for task in resolved.tasks:
-        _refuse_unfit_inputs(resolved, task)
+        refuse_unfit_inputs(resolved, task)
         refuse_missing_inputs(resolved, task)
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
         if "batches" in task.stage.sections and not task.is_made:
             _refuse_unfit_ranks(task, processes=_processes_of(task, jobs=jobs))
 
 
-def _refuse_unfit_inputs(resolved: ResolvedPlan, task: Task) -> None:
+def refuse_unfit_inputs(resolved: ResolvedPlan, task: Task) -> None:
     """Refuse data from outside that a stage cannot read, before other stages work for it in vain.
 
     Raises:
@@ -412,11 +412,13 @@ def dry_run(
         is_there = task.name not in lost and os.path.lexists(task.out_dir)
         if is_there and not manifest_of(task.out_dir) and (why := why_not_ours(task.out_dir)):
             say(f"{task.name}: would be refused (its folder {why})")
+        elif change is not None:
+            say(f"{task.name}: would be refused ({change})")
         elif reason is not None:
             training = _fate_of_training(task, reasons=reasons, lost=lost, rebuild=rebuild)
-            say(f"{task.name}: would run ({_joined(reason, change, training)})")
+            say(f"{task.name}: would run ({_joined(reason, training)})")
         else:
-            say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
+            say(f"{task.name}: done")
 
 
 def _fate_of_training(

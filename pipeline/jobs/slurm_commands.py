@@ -157,8 +157,8 @@ def _accounted(job_id: str) -> SlurmJob | None:
     return SlurmJob(job_id, state, restarts=restarts, since=_utc(end), name=name)
 
 
-def find(token: str) -> str | None:
-    """Return the id of this user's live job with a comment; None if there is none.
+def find(token: str) -> dict[str, str]:
+    """Return comment → id of this user's live jobs with a comment that begins with ``token``.
 
     Raises:
         SchedulerError: SLURM does not answer.
@@ -166,11 +166,9 @@ def find(token: str) -> str | None:
     answer = _ask(["squeue", "--me", "--noheader", "--format=%i %k"])
     if answer.returncode != 0:
         raise _silent("squeue", _said(answer))
-    for line in answer.stdout.splitlines():
-        job_id, _, comment = line.strip().partition(" ")
-        if comment.strip() == token:
-            return job_id
-    return None
+    jobs = (line.strip().partition(" ") for line in answer.stdout.splitlines())
+    found = {comment.strip(): job_id for job_id, _, comment in jobs}
+    return {comment: job_id for comment, job_id in found.items() if comment.startswith(token)}
 
 
 def cancel(job_ids: Collection[str]) -> None:

@@ -44,6 +44,7 @@ from pipeline.jobs.runner import (
     refuse_edits,
     refuse_losses,
     refuse_missing_inputs,
+    refuse_unfit_inputs,
     stage_arguments,
 )
 from pipeline.jobs.sbatch import Request
@@ -51,6 +52,7 @@ from pipeline.jobs.site import Allocation, Site, allocate
 from pipeline.jobs.slurm_commands import SlurmJob, shell_prefix
 
 RECORD_NAME = ".jobs.json"
+_TOKENS = "mmnmt-"
 _REPLACES = ("--overwrite", "--if-stale")
 
 
@@ -122,7 +124,7 @@ def jobs_of(record: JobsRecord) -> dict[str, SlurmJob | None]:
     """
     jobs: dict[str, SlurmJob | None] = {}
     for name, known in record.stages.items():
-        job_id = known.id or slurm_commands.find(known.token)
+        job_id = known.id or slurm_commands.find(known.token).get(known.token)
         job = slurm_commands.look_up(job_id) if job_id else None
         if job is not None:  # as far as the scheduler tells
             is_same = job.name in ("", job_name(name)) and job.comment in ("", known.token)
@@ -140,6 +142,34 @@ def live_jobs(record: JobsRecord) -> dict[str, SlurmJob]:
     """Return stage → its waiting or running job."""
     jobs = jobs_of(record)
     return {name: job for name, job in jobs.items() if job is not None and job.is_live}
+
+
+def token_of(out_dir: Path, *identity: str) -> str:
+    """Return the comment of a job, or its beginning, which all jobs of an output have."""
+    ending = json_digest(identity)[:16] if identity else ""
+    return f"{_TOKENS}{json_digest(str(out_dir))[:16]}-{ending}"
+
+
+def all_live_jobs(
+    resolved: ResolvedPlan, record: JobsRecord
+) -> tuple[JobsRecord, dict[str, SlurmJob]]:
+    """Return the record and live jobs, with jobs of the plan's outputs that the record lacks.
+
+    Its folder was removed with the record, or a user typed the lines of ``--dry-run``.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    jobs, tokens = live_jobs(record), slurm_commands.find(_TOKENS)
+    found: dict[str, JobRecord] = {}
+    for name in resolved.plan.stages:
+        start = token_of(resolved.out_dir.absolute() / name)
+        for token, job_id in tokens.items():
+            if name not in jobs and token.startswith(start):
+                found[name] = JobRecord(id=job_id, token=token, work="", command="", submitted="")
+    lacking = record.model_copy(update={"stages": found})
+    record = record.model_copy(update={"stages": {**record.stages, **found}})
+    return record, jobs | live_jobs(lacking)
 
 
 def log_dir(out_dir: Path) -> Path:
@@ -188,11 +218,15 @@ class _Submission:
     def __post_init__(self) -> None:
         self.resolved.require_inputs()
         check_rebuild(self.resolved, self._rebuild)
+        for task in self.resolved.tasks:
+            refuse_unfit_inputs(self.resolved, task)
         refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
         out_dir = self.resolved.out_dir
         self.record = read_jobs(out_dir) or JobsRecord(ds_config=ds_config, folder=str(out_dir))
-        self.jobs = live_jobs(self.record) if self._asks else {}
+        self.jobs: dict[str, SlurmJob] = {}
+        if self._asks:
+            self.record, self.jobs = all_live_jobs(self.resolved, self.record)
 
     def decisions(self) -> list[Decision]:
         """Decide for all stages, in order.
@@ -249,7 +283,9 @@ class _Submission:
             ArtifactError: training that runs would be canceled, and that is not asked for.
         """
         record = self.record.stages[task.name]
-        same_work = record.work == work_digest(self.resolved, task) and not is_renewed
+        work = work_digest(self.resolved, task)
+        is_own = record.work == work or record.token == token_of(task.out_dir, work, "")
+        same_work = is_own and not is_renewed
         if same_work and _is_ending(task, job):
             return False
         if same_work and (
@@ -386,6 +422,8 @@ def submit_plan(
                 job = record.stages[name].model_copy(update={"id": decision.job.id})
                 record = record.with_job(name, job)
             say(_line(decision, ids=ids))
+        for line in _orphans(submission, decisions):
+            say(line)
         write_jobs(resolved.out_dir, record)
 
 
@@ -437,6 +475,8 @@ def show_commands(
         say(f"# {name}: {decision.reason}")
         say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
         say(f"{variable}=$({prefix}{request.shell_line()})")
+    for line in _orphans(submission, decisions):
+        say(f"# {line}")
 
 
 def cancel_jobs(
@@ -452,8 +492,10 @@ def cancel_jobs(
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
-    record = _submitted(resolved, dict.fromkeys(stages, "--only"))
-    live = live_jobs(record)
+    empty = JobsRecord(ds_config="", folder=str(resolved.out_dir))
+    record, live = all_live_jobs(resolved, read_jobs(resolved.out_dir) or empty)
+    if not live or not live.keys() >= {*stages}:
+        _submitted(resolved, dict.fromkeys(stages, "--only"))  # refuses what is unknown
     owners = {name: record.stages[name].plan for name in live}
     chosen = [
         name
@@ -517,6 +559,16 @@ def _canceled(decisions: Sequence[Decision]) -> list[str]:
     return [job for decision in reversed(decisions) for job in decision.canceled]
 
 
+def _orphans(submission: _Submission, decisions: Sequence[Decision]) -> Iterator[str]:
+    """Yield a line for each left-out stage with a job that SLURM cancels with what it waits for."""
+    gone = {each.task.name for each in decisions if each.canceled}
+    for task in submission.resolved.others:
+        job = submission.jobs.get(task.name)
+        if job is not None and not job.runs and gone.intersection(task.planned.dependencies()):
+            gone.add(task.name)
+            yield f"{task.name}: SLURM cancels job {job.id}, which waits for these; submit it, too"
+
+
 def _kept(decisions: Sequence[Decision], jobs: Mapping[str, SlurmJob]) -> dict[str, str]:
     """Return stage → job that stays and that others wait for, of left-out stages too."""
     gone = {each.task.name for each in decisions if each.reason is None or each.request is not None}
@@ -528,10 +580,10 @@ def _after(resolved: ResolvedPlan, decision: Decision, *, ids: Mapping[str, str]
     assert decision.request is not None
     task = decision.task
     needed = dict.fromkeys(task.planned.dependencies())
-    identity = [str(task.out_dir), work_digest(resolved, task), *(decision.canceled or ("",))]
+    identity = [work_digest(resolved, task), *(decision.canceled or ("",))]
     return replace(
         decision.request,
-        token=f"mmnmt-{json_digest(identity)[:16]}",
+        token=token_of(task.out_dir, *identity),
         after_done=tuple(ids[name] for name in needed if name in ids),
         after_end=decision.canceled,
     )

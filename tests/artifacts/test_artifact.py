@@ -279,6 +279,7 @@ def test_an_artifact_that_another_rank_sees_late_is_waited_for(
     with pytest.raises(ArtifactError, match=r"does not exist|not a finished"):
         open_artifact(tmp_path / "a", kind=kind)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
     assert open_artifact(tmp_path / "a", kind=kind).manifest.kind == kind
     monkeypatch.setattr(artifacts, "SHOWN_LATE_SECONDS", 0.0)
     with pytest.raises(ArtifactError, match="does not exist"):

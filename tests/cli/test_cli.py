@@ -580,8 +580,8 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     monkeypatch.setattr("pipeline.cli.ending.time.sleep", waited.append)
     bench.read()
     bench.action = _raise(error)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}.items():
+        monkeypatch.setenv(name, value)
     capsys.readouterr()
     assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
     assert capsys.readouterr().err == said
@@ -659,7 +659,7 @@ def test_a_rank_reports_its_end_to_the_launcher_that_asks_for_it(
         bench.action = _raise(error)
     reports = tmp_path / "reports"
     reports.mkdir()
-    place = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": "node7"}
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "SLURMD_NODENAME": "node7"}
     for name, value in {**place, REPORTS: str(reports)}.items():
         monkeypatch.setenv(name, value)
     capsys.readouterr()
@@ -872,7 +872,7 @@ def test_a_stage_of_ranks_launches_itself_once_per_process_if_nothing_is_wrong(
     [
         ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks. Leave it out"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, ""),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
             "a launcher started 1 rank.",
@@ -903,7 +903,7 @@ def test_under_a_launcher_a_stage_runs_in_this_process_and_says_which_processes_
 
 
 LAUNCHED = [
-    [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
+    [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "node1"} for rank in (0, 1)],
     [
         {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
         for rank in (0, 1)
@@ -937,9 +937,13 @@ def test_ranks_but_the_first_leave_a_command_of_one_process_at_once(
     for name, value in environments[1].items():
         monkeypatch.setenv(name, value)
     with sole_writer(Path(bench.at("corpus"))), exclusive(plan_lock_path(out_dir), what="out"):
-        assert bench.read() == cli.main(arguments) == 0
+        assert bench.read() == 0
+        assert capsys.readouterr() == ("", "")
+        assert cli.main(arguments) == 0
     assert bench.calls == []
-    assert capsys.readouterr() == ("", "")
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("mmnmt: rank 1 does nothing, since rank 0 runs the command. If no ")
     for name, value in environments[0].items():
         monkeypatch.setenv(name, value)
     assert bench.read() == 0
@@ -1221,14 +1225,21 @@ def test_an_empty_path_is_not_the_current_folder(
     assert "it is empty. Write a name or a path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("left", [{"RANK": "5"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])
+@pytest.mark.parametrize(
+    "left",
+    [
+        *({"RANK": "5"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}),
+        *({"RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}),
+    ],
+)
 def test_a_rank_that_no_launcher_gave_does_not_silence_a_command(
     bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     left: dict[str, str],
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     bench.read()

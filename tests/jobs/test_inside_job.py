@@ -185,6 +185,7 @@ def test_ranks_do_not_take_the_place_that_a_variable_of_the_user_s_shell_names(
 ) -> None:
     """Sbatch passes on what the shell exports, for example for torchrun by hand."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     bench.variables = {**world, "MASTER_ADDR": "elsewhere", "USER_S": "stays"}
     names = {*world, "USER_S"}
     bench.run(f'end(0, "failed", str(sorted({names} & {{*os.environ}})))')

@@ -63,6 +63,21 @@ def test_every_rank_gets_its_place_in_one_world(tmp_path: Path) -> None:
     assert len({environment["MASTER_PORT"] for environment in found}) == 1
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_of_a_plan_that_torchrun_started_meet_in_a_store_of_their_own(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    program = (
+        "import sys; from datetime import timedelta; from torch import distributed as dist; "
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=5)); "
+        "open(f'{sys.argv[1]}/{dist.get_rank()}', 'w').close(); dist.destroy_process_group()"
+    )
+    assert launch(["-c", program, str(tmp_path)], processes=processes, threads=1) == 0
+    assert len([*tmp_path.iterdir()]) == processes
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [((0, 0), 0), ((0, EXIT_RUN_AGAIN), EXIT_RUN_AGAIN), ((75, 75), EXIT_RUN_AGAIN), ((3,), 3)],

@@ -993,6 +993,8 @@ def test_edits_are_neither_passed_on_nor_thrown_away(setup: Setup, stale: bool) 
     os.utime(path, (time.time() + 5, time.time() + 5))
     if stale:
         setup.recipe_path.write_text(RECIPE.replace("max_train_lines = 5", "max_train_lines = 6"))
+    refused = "corpus: would be refused (its file text changed since it was made)"
+    assert setup.forecast()[0] == refused
     with pytest.raises(ArtifactError) as caught:
         setup.run(rebuild=["model"])
     assert f"{path} is damaged" in str(caught.value)
@@ -1035,6 +1037,20 @@ def test_what_lies_in_the_place_of_an_artifact_is_kept_and_refused_before_a_stag
         setup.run()
     assert setup.workshop.started == []
     assert path.read_text() == "thesis"
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/below"])
+def test_a_file_in_the_place_of_the_folder_is_refused_whatever_is_asked(
+    setup: Setup, name: str
+) -> None:
+    taken, setup.out_dir = setup.folder / "taken", setup.folder / name
+    taken.write_text("thesis")
+    for ask in (setup.forecast, setup.status, setup.run):
+        with pytest.raises(
+            ConfigError, match=f"--out .*{name}: .*/taken is no folder. Name another"
+        ):
+            ask()
+    assert taken.read_text() == "thesis"
 
 
 def test_what_a_killed_stage_left_aside_is_put_back_before_a_plan_looks(setup: Setup) -> None:

@@ -494,6 +494,8 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
     first = slurm.ids()
     slurm.become(first["corpus"], "RUNNING")
     monkeypatch.chdir(tmp_path)
+    for name in ("other", "more"):
+        (tmp_path / name).mkdir()
     for same in (Path("text"), tmp_path / "other" / ".." / "text"):
         submit(replace(plan, given={"text": RawInput((same,))}))
         assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
@@ -635,9 +637,10 @@ def test_commands_can_be_shown_without_slurm(out: Path) -> None:
 def test_commands_are_shown_with_a_warning_where_slurm_does_not_tell_the_jobs(
     slurm: FakeSlurm, out: Path, down: str | bool, told: str
 ) -> None:
-    slurm.set(down=down)
+    slurm.set(refused="mmnmt-corpus")
     with pytest.raises(SchedulerError):
         submit(graph(out))
+    slurm.set(down=down)
     said = shown(graph(out))
     assert said[0].startswith("# States of jobs are unknown: no stage counts as submitted. ")
     assert told in said[0]
@@ -694,6 +697,64 @@ def test_cancel_leaves_the_jobs_of_another_plan_in_the_same_folder(
     assert slurm.live() == {"corpus": ids["corpus"]}
     cancel_jobs(plan, ["corpus"])
     assert not slurm.live()
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_jobs_that_the_record_lacks_are_found(slurm: FakeSlurm, out: Path, is_typed: bool) -> None:
+    """The folder was removed while they waited, or a user typed the printed lines."""
+    if is_typed:
+        lines = "\n".join(shown(graph(out)))
+        subprocess.run(["bash", "-euc", lines], check=True, timeout=120)
+    else:
+        submit(graph(out))
+    before = slurm.live()
+    slurm.become(before["corpus"], "RUNNING")
+    shutil.rmtree(out)
+    said = submit(graph(out))
+    assert said.pop(0) == f"corpus: runs as job {before['corpus']}"
+    assert all(f", instead of job {before[line.split(':')[0]]} (" in line for line in said)
+    assert slurm.live().keys() == before.keys()
+    assert [*before.values()].count(slurm.live()["clean"]) == 0
+    copy = graph(out.with_name("copy"))
+    with pytest.raises(ArtifactError, match=r"Nothing was submitted to .*/copy"):
+        cancel_jobs(copy, [])
+    shutil.rmtree(out)
+    cancel_jobs(graph(out), [], say=lambda _: None)
+    assert not slurm.live()
+
+
+@pytest.mark.parametrize("running", [[], ["clean"]])
+def test_a_submission_tells_which_left_out_jobs_slurm_cancels_with_it(
+    slurm: FakeSlurm, out: Path, running: list[str]
+) -> None:
+    submit(graph(out))
+    ids, site = slurm.live(), SITE.model_copy(update={"time": "1:00:00"})
+    for name in running:
+        slurm.become(ids[name], "RUNNING")
+    lines = shown(one_stage(out), site)
+    submit_plan(one_stage(out), site, say=(said := list[str]()).append)
+    others = [task.name for task in graph(out).tasks[1:] if not running]
+    told = ", which waits for these; submit it, too"
+    assert said[1:] == [f"{name}: SLURM cancels job {ids[name]}{told}" for name in others]
+    assert [line[2:] for line in lines if line.endswith(told)] == said[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("nowhere", "does not exist"), ("empty", "has no manifest.json")]
+)
+def test_an_input_that_a_later_stage_cannot_read_is_refused_before_any_is_submitted(
+    slurm: FakeSlurm, out: Path, name: str, problem: str
+) -> None:
+    path = out.with_name("given.toml")
+    out.with_name("empty").mkdir()
+    text = GRAPH.replace('tokenizer = "tokenizer" }', 'tokenizer = "$words" }')
+    path.write_text(f'[inputs]\nwords = "a tokenizer"\n{text}', encoding="utf-8")
+    given = {"words": RawInput((out.parent / name,))}
+    plan = resolve_plan(load_plan(str(path)), out_dir=out, given=given, auto="cpu_fp32")
+    for act in (submit, shown):
+        with pytest.raises(ArtifactError, match=problem):
+            act(plan)
+    assert not slurm.jobs
 
 
 @pytest.mark.parametrize(("stage", "row"), [("moe", "waiting"), ("dense", "running")])
@@ -905,6 +966,34 @@ def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path, edited: st
     assert status(graph(out))["dense"].endswith(left if edited[:1] != "[" else "+00:00")
 
 
+@pytest.mark.parametrize("unit", ["dense", "bytes"])
+def test_updates_in_the_unit_of_another_model_are_the_most_that_are_made(
+    slurm: FakeSlurm, out: Path, unit: str
+) -> None:
+    resolved = graph(out, training={"updates_of": unit, "updates": 1000})
+    submit(resolved)
+    slurm.become(slurm.ids()["moe"], "RUNNING")
+    folder = run_dir(out / "moe")
+    folder.mkdir(parents=True)
+    records = [{"kind": "train", "update": n, "seconds": 2.0 * n} for n in (10, 20)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    assert status(resolved)["moe"].endswith(" 20 of at most 1,000 updates, at most 32:40 left")
+
+
+@pytest.mark.parametrize("state", ["FAILED", "RUNNING"])
+def test_status_names_the_option_of_submit_where_a_stage_names_its_own(
+    slurm: FakeSlurm, out: Path, state: str
+) -> None:
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    cause = "out holds another result (input shards changed). Pass --overwrite to replace it."
+    end(out / "dense", f"{job}.0", "failed", cause)
+    slurm.become(job, state, restarts=int(state == "RUNNING"), reason="None")
+    said = status(graph(out))["dense" if state == "FAILED" else f"dense {job}.0"]
+    assert "(input shards changed). Pass --rebuild dense to replace it." in said
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -953,6 +1042,22 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     code, said = run("cancel", "plan.toml", "--only", "clean")
     assert said == f"clean: canceled job {slurm.ids()['clean']}\n"
     assert list(slurm.live()) == ["corpus"]
+
+
+@pytest.mark.parametrize("edited", ["[clean]\nmax_charcters = 3\n", "[clean\n"])
+def test_jobs_are_canceled_and_logs_printed_while_a_recipe_is_edited(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]], edited: str
+) -> None:
+    tiny(tmp_path)
+    given = ("plan.toml", "--input", f"text={tmp_path / 'text'}", "--site", "site.toml")
+    assert run("submit", *given)[0] == 0
+    ids = slurm.ids()
+    (tmp_path / "recipe.toml").write_text(edited, encoding="utf-8")
+    (tmp_path / "runs/plan/clean.logs" / f"{ids['clean']}.log").write_text("a\n", encoding="utf-8")
+    assert run("logs", "plan.toml", "clean") == (0, "a\n")
+    canceled = [f"{name}: canceled job {ids[name]}" for name in ("corpus", "clean")]
+    assert run("cancel", "plan.toml") == (0, "\n".join(canceled) + "\n")
+    assert not slurm.live()
 
 
 def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
