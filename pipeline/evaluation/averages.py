@@ -25,7 +25,7 @@ from pipeline.evaluation.scores import (
     SystemScores,
     Verdicts,
 )
-from pipeline.languages import language, without_region
+from pipeline.languages import meant_code
 
 Value = TypeVar("Value")
 
@@ -153,14 +153,12 @@ def average_by_set(
 
     def code_of(profile: DirectionProfile) -> str:
         way = profile.direction
-        return language(way.source if way.target == pivot else way.target).code
+        return way.source if way.target == pivot else way.target
 
     present = {code_of(profile) for profile in profiles}
     members: dict[tuple[Family, str], list[str]] = {}
     for name, spellings in sets.items():
-        codes = {language(one).code for one in spellings}
-        # A code with a region also names the language without it, unless the directions have both.
-        codes = {code if code in present else without_region(code) for code in codes}
+        codes = {meant_code(one, present) for one in spellings}
         for profile in profiles:
             if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))
