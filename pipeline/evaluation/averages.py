@@ -26,6 +26,7 @@ from pipeline.evaluation.scores import (
     Verdicts,
 )
 from pipeline.languages import meant_code
+from pipeline.stage import named_path
 
 Value = TypeVar("Value")
 
@@ -82,7 +83,7 @@ def group_runs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
             other = next(run for run in runs if run != system)
             raise ConfigError(
                 f"System {system!r} is named without a seed, and {other!r} with one. Name the seed "
-                f"of each of its runs, for example {system}{RUN_MARK}1=DIR."
+                f"of each of its runs, for example {named_path(f'{system}{RUN_MARK}1', 'DIR')}."
             )
     return {runs[0] if len(runs) == 1 else name: tuple(runs) for name, runs in grouped.items()}
 
