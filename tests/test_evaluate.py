@@ -634,6 +634,30 @@ def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) ->
     assert "| copied | 0 | 2 | 0 | 0 |" in report_of(named)
 
 
+@pytest.mark.parametrize("code", ["th", "km"])
+def test_spbleu_judges_translations_into_languages_without_spaces(
+    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For BLEU a line is one word, and wrong if one letter of it is."""
+    letters, generator = {"th": "กขคงจฉชซ", "km": "កខគឃងចឆជ"}[code], np.random.default_rng(1)
+    texts = ["".join(generator.choice([*letters], size=20)) for _ in range(30)]
+    sides = {code: texts, "en": [f"line {number} of these" for number in range(30)]}
+    corpus = make_corpus(tmp_path / "corpus", {"test": {f"en-{code}": sides}})
+    place_flores_model(tmp_path, texts, "flores200", monkeypatch)
+
+    def shortened(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+        return [Hypothesis(text[:-1] + str(n)) for n, text in enumerate(references)]
+
+    answers = {"shortened": shortened, "perfect": perfect}
+    made = scored(tmp_path, corpus, answers, scores=["bleu", "spbleu"])
+    found = system_scores(made, "shortened")["directions"][f"en-{code}"]
+    assert found["scores"]["bleu"] == 0.0
+    assert found["quality"]["bleu"] == found["scores"]["spbleu"] > 5
+    assert "Not decided" not in report_of(made)
+    into_english = system_scores(made, "shortened")["directions"][f"{code}-en"]
+    assert into_english["quality"]["bleu"] == into_english["scores"]["bleu"]
+
+
 def shouted(_: Direction, sources: list[str], __: list[str]) -> list[Hypothesis]:
     return [Hypothesis(text.upper()) for text in sources]
 

@@ -25,7 +25,8 @@ from pipeline.evaluation.scores import (
     SystemScores,
     Verdicts,
 )
-from pipeline.languages import language, without_region
+from pipeline.languages import meant_code
+from pipeline.stage import named_path
 
 Value = TypeVar("Value")
 
@@ -82,7 +83,7 @@ def group_runs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
             other = next(run for run in runs if run != system)
             raise ConfigError(
                 f"System {system!r} is named without a seed, and {other!r} with one. Name the seed "
-                f"of each of its runs, for example {system}{RUN_MARK}1=DIR."
+                f"of each of its runs, for example {named_path(f'{system}{RUN_MARK}1', 'DIR')}."
             )
     return {runs[0] if len(runs) == 1 else name: tuple(runs) for name, runs in grouped.items()}
 
@@ -153,14 +154,12 @@ def average_by_set(
 
     def code_of(profile: DirectionProfile) -> str:
         way = profile.direction
-        return language(way.source if way.target == pivot else way.target).code
+        return way.source if way.target == pivot else way.target
 
     present = {code_of(profile) for profile in profiles}
     members: dict[tuple[Family, str], list[str]] = {}
     for name, spellings in sets.items():
-        codes = {language(one).code for one in spellings}
-        # A code with a region also names the language without it, unless the directions have both.
-        codes = {code if code in present else without_region(code) for code in codes}
+        codes = {meant_code(one, present) for one in spellings}
         for profile in profiles:
             if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))

@@ -108,6 +108,12 @@ class Bleu(Score):
         brevity = np.minimum(1.0 - reference / np.maximum(hypothesis, 1.0), 0.0)
         return np.where(scored, np.exp(brevity + logarithms), 0.0)
 
+    @property
+    def unspaced(self) -> list[str]:
+        """Return the target languages without spaces, into which BLEU is low for any text."""
+        by_spaces = [code for code, tokenizer in self.tokenizers.items() if tokenizer == "13a"]
+        return [code for code in by_spaces if not parts_words_by_spaces(code)]
+
     def caveats(self) -> list[str]:
         """Return a warning for each fallback tokenizer, and for languages without spaces."""
         warnings = [
@@ -116,10 +122,9 @@ class Bleu(Score):
             for code, tokenizer in self.tokenizers.items()
             if self.option == "per-language" and tokenizer != _usual_tokenizers(code)[0]
         ]
-        by_spaces = [code for code, tokenizer in self.tokenizers.items() if tokenizer == "13a"]
-        if unspaced := [code for code in by_spaces if not parts_words_by_spaces(code)]:
+        if self.unspaced:
             warnings.append(
-                f"BLEU into {listed(unspaced)} takes all text between two spaces for one word "
+                f"BLEU into {listed(self.unspaced)} takes all text between two spaces for one word "
                 "(tokenizer 13a), and is low for any translation. Read chrF++, or add spbleu to "
                 "evaluation.scores."
             )

@@ -242,7 +242,7 @@ def _mean_series(
     place: int,
 ) -> Series:
     step = -(-len(updates) // MAX_POINTS)
-    kept = updates[step - 1 :: step]
+    kept = updates[::-step][::-1]  # the last one, too
 
     def line(summary: Callable[[list[float]], float]) -> tuple[tuple[float, float], ...]:
         return tuple((begin + at, summary([run[at] for run in runs])) for at in kept)

@@ -38,6 +38,7 @@ from pipeline.evaluation.tables import (
     section_of_notes,
 )
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.stage import named_path, split_named_path
 from pipeline.terminal import an_artifact, counted
 
 DEAD, OVERLOADED = 0.1, 2.0
@@ -88,7 +89,7 @@ class ComparedRuns:
         if _origin(other) != origin:
             raise ConfigError(
                 f"Two runs are named {name!r}: {other.directory} and {artifact.directory}. Give "
-                f"each its own name, for example {name}-2={artifact.directory}."
+                f"each its own name, for example {named_path(f'{name}-2', artifact.directory)}."
             )
 
     def _add_evaluation(self, name: str, path: Path) -> None:
@@ -148,12 +149,12 @@ def open_runs(given: Sequence[str]) -> ComparedRuns:
     """
     found = ComparedRuns()
     for text in given:
-        name, separator, path = text.partition("=")
-        if not separator or Path(text).exists():
+        name, path = split_named_path(text)
+        if not path or Path(text).exists():
             name, path = "", text
         if not path or not Path(path).is_dir():
             raise ArtifactError(
-                f"{path or text} is not a folder. Name the folder of a run, as DIR or NAME=DIR."
+                f"{path} is not a folder. Name the folder of a run, as DIR or NAME=DIR."
             )
         found.add(name, Path(path).resolve())
     group_runs(found.runs)

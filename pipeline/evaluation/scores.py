@@ -276,7 +276,8 @@ class Quality:
     """Whether a system translates, in one direction or on average over several."""
 
     bleu: float
-    """BLEU with the recipe's tokenizers, or with the languages' own if the recipe has no BLEU."""
+    """BLEU with the recipe's tokenizers, or with the languages' own if the recipe has no BLEU; into
+    languages without spaces spBLEU, if the recipe has it."""
     distinct: float  # distinct outputs, in percent of the distinct sources
     translates: bool
 

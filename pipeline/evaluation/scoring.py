@@ -105,7 +105,9 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
     values = {one.column.name: one.of_corpus(measured[one.column.name].rows) for one in covering}
     is_scored = task.bleu in covering
     bleu = (
-        values["bleu"] if is_scored else task.bleu.of_corpus(task.bleu.line_statistics(lines).rows)
+        values[task.bleu.column.name]
+        if is_scored
+        else task.bleu.of_corpus(task.bleu.line_statistics(lines).rows)
     )
     scores = DirectionScores(
         scores=values,
@@ -271,10 +273,12 @@ class _Scoring:
     def _score_runs(self) -> list[SystemScores]:
         bleu = next((score for score in self.scores if type(score) is Bleu), None)
         bleu = bleu or Bleu.into(self.targets, option="per-language")
+        of_pieces = next((score for score in self.scores if type(score) is SpBleu), bleu)
+        judges = {code: of_pieces if code in bleu.unspaced else bleu for code in self.targets}
         tasks = [
-            ScoringTask(name, self.corpus, translations, profile.direction, self.scores, bleu)
+            ScoringTask(name, self.corpus, translations, way, self.scores, judges[way.target])
             for name, translations in self.runs.items()
-            for profile in self.profiles
+            for way in (profile.direction for profile in self.profiles)
         ]
         scored: dict[str, dict[str, DirectionScores]] = {}
         results = self._in_parallel(score_direction, tasks, label="score")

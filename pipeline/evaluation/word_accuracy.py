@@ -27,6 +27,7 @@ from pipeline.artifacts.corpus import (
     Direction,
     aligned_lines,
     iterate_lines,
+    language_of,
     line_counts,
     read_hypotheses,
     read_lines,
@@ -270,8 +271,9 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
     }
     values: dict[Trait, Values] = {LENGTH: len}
     lines, trained = 0, Counter[str]()
-    for pair in (pair for pair in given.training_pairs if language in pair.split("-")):
-        path = given.training.file(text_name("train", pair, language))
+    sides = ((pair, side) for pair in given.training_pairs for side in pair.split("-"))
+    for pair, side in (one for one in sides if language_of(one[1]) == language):
+        path = given.training.file(text_name("train", pair, side))
         for line in given.split(language, islice(iterate_lines(path), given.max_lines)):
             trained.update(word for word in line if word in every)
             lines += 1

@@ -215,6 +215,23 @@ def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
     assert counts == {"Canada": 1, "all": 2, "France": 1}
 
 
+@pytest.mark.parametrize(
+    ("codes", "spelling", "meant"),
+    [(("zh", "zh_Hant"), "zh-TW", "zh_Hant"), (("zh", "de"), "zho_Hant", "zh")],
+)
+def test_a_set_of_languages_means_codes_as_other_settings_do(
+    codes: tuple[str, str], spelling: str, meant: str
+) -> None:
+    """Traditional Chinese has the plain code if it is the only Chinese."""
+    like = evaluation().systems[0].directions["en-de"]
+    scores = {f"en-{code}": replace(like, scores={"bleu": float(len(code))}) for code in codes}
+    profiles = [profile(name, "out_of_pivot", "high") for name in scores]
+    systems = [SystemScores("dense", scores, {})]
+    found = average_by_set(systems, profiles=profiles, pivot="en", sets={"Far": [spelling]})
+    assert [one.directions for one in found] == [1]
+    assert found[0].systems["dense"] == {"bleu": len(meant)}
+
+
 def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:
     wins = won(evaluation().columns)
     assert wins.keys() == {"experts", "baseline"}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.evaluation.history import (
+    MAX_POINTS,
     Curve,
     CurvePoint,
     History,
@@ -439,3 +440,17 @@ def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
     for figure in found.values():
         assert figure.svg.count("<polyline") == 1
         assert "points are not known: experts." in figure.note
+
+
+@pytest.mark.parametrize("validations", [MAX_POINTS + 1, 2 * MAX_POINTS + 5])
+def test_a_curve_of_many_points_ends_at_the_last_validation(validations: int) -> None:
+    points = tuple(CurvePoint(at, {"all": 3.0 + at % 2}) for at in range(1, validations + 1))
+    chart = figures([Curve("dense", points)])["Validation by updates"].svg
+    root = ElementTree.fromstring(f"<figure>{chart}</figure>")
+    drawn = next(root.iter("polyline")).attrib["points"].split()
+    assert MAX_POINTS / 2 <= len(drawn) <= MAX_POINTS
+    ticks = [one for one in root.iter("text") if one.get("text-anchor") == "middle"]
+    places = {one.text: float(one.attrib["x"]) for one in ticks if one.get("class") == "tick"}
+    unit = (places["200"] - places["0"]) / 200
+    end = float(drawn[-1].split(",")[0]) - places["0"]
+    assert end == pytest.approx(validations * unit, abs=0.1)

@@ -180,6 +180,18 @@ def test_two_runs_of_one_name_are_refused_and_one_run_named_twice_is_shown_once(
     assert names_in(page) == ["old/dense", "new/dense"]
 
 
+@pytest.mark.parametrize("seed", ["", "@1"])
+def test_a_name_may_have_an_equals_sign_as_in_evaluate(
+    seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [training_run(tmp_path / name, [3.0]).directory for name in ("one", "two")]
+    page = report(tmp_path, f"d\\=64{seed}={runs[0]}", f"d\\=128{seed}={runs[1]}")
+    assert names_in(page) == [f"d=64{seed}", f"d=128{seed}"]
+    (tmp_path / "page.html").unlink()
+    error = refusal(tmp_path, capsys, *(f"d\\=64{seed}={run}" for run in runs))
+    assert f"for example d\\=64{seed}-2={runs[1]}." in error
+
+
 @pytest.mark.parametrize("twin", ["one", "copy"])
 def test_a_run_that_is_named_as_two_seeds_is_pointed_out(twin: str, tmp_path: Path) -> None:
     """Its range over seeds would be 0, whether the run is named twice or a copy of it."""

@@ -362,6 +362,18 @@ def test_without_training_lines_words_are_told_apart_by_length_alone(tmp_path: P
     assert found.directions["de-en"]["length"]["12–15"]["ours"] == WordCounts(1, 1, 1)
 
 
+@pytest.mark.parametrize("pair", ["de-en+distilled", "de-en+back"])
+def test_a_word_of_a_machine_in_the_training_lines_is_seen(tmp_path: Path, pair: str) -> None:
+    sides = {"de": REFERENCES, "en": REFERENCES}
+    trained = dict.fromkeys(pair.split("-"), REFERENCES)
+    corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": sides}, "train": {pair: trained}})
+    systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
+    found = counted(corpus, systems)
+    assert found.training_lines == {"en": len(REFERENCES)}
+    words = sum(len(line.split()) for line in REFERENCES)
+    assert found.directions["de-en"]["seen"]["seen"]["ours"].reference == words
+
+
 def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
     sides = {"de": REFERENCES, "en": REFERENCES}
     trained = {"de": REFERENCES[:1], "fr": REFERENCES[:1]}

@@ -302,6 +302,10 @@ def test_systems_that_cannot_be_compared_are_refused(
     both = {"a": trained["plain"], "b": trained["reader"]}
     with pytest.raises(ConfigError, match="'a' is a tagger and 'b' a reader"):
         evaluated(sources / "ner", both, tmp_path / "scores")
+    for named in (["lms", "lms@2"], ["plain@1", "plain@2", "plain"]):
+        mixed = dict.fromkeys(named, trained["plain"])
+        with pytest.raises(ConfigError, match=f"{named[0][:3]}.* is named without a seed"):
+            evaluated(sources / "ner", mixed, tmp_path / "scores")
     write_entities(tmp_path / "fr", ["fr"])
     with pytest.raises(ConfigError, match=r"No language of the test files \(fr\) has modules"):
         evaluated(tmp_path / "fr", {"lms": trained["lms@1"]}, tmp_path / "scores")

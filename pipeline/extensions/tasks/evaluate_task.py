@@ -16,7 +16,7 @@ from pipeline.config.settings import Route
 from pipeline.distributed.process import track
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
-from pipeline.evaluation.averages import RUN_MARK, mean_scores
+from pipeline.evaluation.averages import RUN_MARK, group_runs, mean_scores
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.token_classifier import Scores, TaskKind, TaskModel, TaskSpec
@@ -27,6 +27,7 @@ from pipeline.terminal import counted
 def run(call: StageCall) -> None:
     """Run every model on the test files of the languages they share; write scores and report."""
     systems = call.many("systems")
+    group_runs(systems)  # refuses a system with and without a run
     specs = {name: TaskSpec.read(artifact) for name, artifact in systems.items()}
     kind = shared_kind(specs)
     tests = kind.find(call.raw["data"].only_path()).read_tests(kind.read)
