@@ -495,7 +495,7 @@ def cancel_jobs(
     empty = JobsRecord(ds_config="", folder=str(resolved.out_dir))
     record, live = all_live_jobs(resolved, read_jobs(resolved.out_dir) or empty)
     if not live or not live.keys() >= {*stages}:
-        _submitted(resolved, dict.fromkeys(stages, "--only"))  # refuses what is unknown
+        _submitted(resolved, dict.fromkeys(stages, "--only"))  # refuses unknown names
     owners = {name: record.stages[name].plan for name in live}
     chosen = [
         name
@@ -560,7 +560,7 @@ def _canceled(decisions: Sequence[Decision]) -> list[str]:
 
 
 def _orphans(submission: _Submission, decisions: Sequence[Decision]) -> Iterator[str]:
-    """Yield a line for each left-out stage with a job that SLURM cancels with what it waits for."""
+    """Yield a line for each left-out stage with a job that SLURM cancels for a canceled one."""
     gone = {each.task.name for each in decisions if each.canceled}
     for task in submission.resolved.others:
         job = submission.jobs.get(task.name)
