@@ -78,11 +78,11 @@ def run_everything() -> None:
     loss, _ = summed_cross_entropy(logits_LV, labels_L, smoothing=0.1, vocabulary=VOCABULARY)
     loss.backward()
     spans = Spans(torch.empty(129, dtype=torch.int32, device=META), 64, numbers)
-    for heads in (8, 16):
-        for is_causal, drop in ((True, dropout), (False, dropout), (False, None)):
-            joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
-            kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
-            backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
+    attentions = ((8, True, dropout), (8, False, None), (16, True, dropout), (16, False, dropout))
+    for heads, is_causal, drop in attentions:
+        joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
+        kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
+        backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
     fused_best_tokens(logits_LV.detach(), 10, excluded=1)
     seen_BJS = torch.empty(32, 5, 80, dtype=torch.bool, device=META)
     for heads in (8, 16):

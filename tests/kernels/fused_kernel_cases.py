@@ -464,7 +464,7 @@ def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
     model = tiny_model(tiny_spec(moe=moe, layers=1)).eval()
     examples = random_examples(model.spec, sentences=2, seed=4, shortest=1, longest=4)
     sources = [source_of(one) for one in examples]
-    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=3)
+    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=2)
     grids = grid_search.Grids()
     with fused_kernels_off():
         expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
