@@ -28,16 +28,18 @@ SAMPLED_CASES = 8
 """Of the sweep of broken files, one case in so many runs by default."""
 
 LONGEST_FIRST = (
-    *("test_crash_points", "test_benchmarks_run", "test_byte_systems_learn", "test_parity"),
-    *("test_paper_rows", "test_fused_kernels", "test_memory", "test_many_ranks", "test_watchdog"),
-    *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
-    *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
-    *("test_language_module_rows", "test_beam_search", "test_variants_model"),
-    *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
-    *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
-    *("test_extensions", "test_language_modules_page"),
+    *("test_crash_points", "test_readers_sweep", "test_killed_plan"),
+    *("test_parity", "test_watchdog", "test_engine", "test_preflight", "test_loop", "test_launch"),
+    *("test_optim", "test_serve", "test_launchers", "test_inside_job", "test_quarantine"),
+    *("test_page", "test_fp16", "test_locks", "test_language_modules_parity"),
+    *("test_benchmarks_run", "test_fused_kernels", "test_paper_rows", "test_memory"),
+    *("test_page_commands", "test_byte_systems_learn", "test_launches", "test_submission"),
+    *("test_byte_rows", "test_variants_model", "test_process", "test_make_more_data_page"),
+    *("test_translate", "test_plan", "test_many_ranks", "test_stored_run", "test_task_stages"),
+    *("test_language_module_rows", "test_mpi", "test_own_data_page", "test_mean_of_states"),
+    *("test_world", "test_grid_search", "test_cli", "test_exporting", "test_declared"),
 )
-"""Files of tests by the time they take alone, from 120 s to 15 s."""
+"""Files of tests by the time they take: first of several ranks, each next to one that waits."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -196,7 +196,7 @@ def test_the_node_on_which_something_is_broken_is_named(
 ) -> None:
     import torch
 
-    patience = 2.0 if "_exit" in change else PATIENCE  # the others wait it out, several times
+    patience = 1.2 if "_exit" in change else PATIENCE  # the others wait it out, several times
     codes, said, errors = run_nodes(
         [tmp_path / "out"] * 2, changes=["pass", change], patience=patience
     )
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_meet_may_do_so_in_another_start_of_the_job(
     (tmp_path / "reports").mkdir()
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     world = World(rank, 2, 0, 1, LOOPBACK, free_port())
-    with started(world, tmp_path / "out", node=f"n{rank + 1}", patience=1) as alone:
+    with started(world, tmp_path / "out", node=f"n{rank + 1}", patience=0.4) as alone:
         alone.end()
     (end,) = read_ends(tmp_path / "reports")
     assert end.end == ended
@@ -269,7 +269,7 @@ def test_a_rank_that_is_told_to_end_while_it_waits_for_another_says_so(
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     """Without the reports of torch's C++ code, which is told so before it is loaded."""
     world = World(0, 3, 0, 3, LOOPBACK, free_port())
-    code, said, errors = run_in_new_process(world, tmp_path / "out", patience=1)
+    code, said, errors = run_in_new_process(world, tmp_path / "out", patience=0.4)
     assert (code, said) == (EXIT_USER_ERROR, "")
     assert errors.startswith(
         f"mmnmt preflight: ranks 1, 2 of 3 did not reach {LOOPBACK}:{world.master_port} within"

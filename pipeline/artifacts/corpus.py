@@ -33,6 +33,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -177,6 +178,7 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
     return dict(sorted(statistic(artifact, name, _PAIRS).items()))
 
 
+@cache  # statistics name the same hundreds of pairs whenever they are read
 def _pair(name: str) -> str:
     first, _, second = name.partition("-")
     if "/" in name or "-" in second or any(map(describe_name, (first, second))) or first >= second:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -183,10 +184,17 @@ def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:
     if isinstance(spec.model.front, SubwordsConfig):
         return 0
     dense = spec.model.model_copy(update={"moe": None, "feed_forward": DenseConfig()})
-    model = shape_of_model(spec.model_copy(update={"model": dense, "language_groups": None}))
-    with_front = _saved_bytes(model, _through_encoder, batch, width=dense.width)
+    return _saved_by_front_of(
+        spec.model_copy(update={"model": dense, "language_groups": None}), batch
+    )
+
+
+@cache  # plans have many stages of equal sizes
+def _saved_by_front_of(dense: ModelSpec, batch: MicroBatchShape) -> int:
+    model, width = shape_of_model(dense), dense.model.width
+    with_front = _saved_bytes(model, _through_encoder, batch, width=width)
     model.front = SubwordFront()
-    return max(with_front - _saved_bytes(model, _through_encoder, batch, width=dense.width), 0)
+    return max(with_front - _saved_bytes(model, _through_encoder, batch, width=width), 0)
 
 
 def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Any:

@@ -376,11 +376,9 @@ def test_rows_of_logits_in_16_bits_are_multiplied_as_those_of_a_multiple_of_64(
 WAITS = {("language experts", "a100"): 2}
 """Times that the host asks for the number of blocks: once per side, where matrices are large."""
 MODULES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "LMS": ("+lms", {}, {"a100": 1550, "h100": 1350}),
     "LMS, rank 20": ("+lms", {"rank": 20}, {"a100": 1550, "h100": 1550}),
     "LMS, both": ("+lms", {"within": EVERYWHERE}, {"a100": 3300, "h100": 2600}),
     "LMS + FD": ("+lms_fd", {}, {"a100": 3450, "h100": 3050}),
-    "CLSR": ("+clsr", {}, {"a100": 2300, "h100": 2200}),
     "CLSR*": ("+clsr", {"tables": "per_sublayer"}, {"a100": 2300, "h100": 2200}),
     "language experts": ("+language_experts_fd", {}, {"a100": 2350, "h100": 2250}),
 }

@@ -500,7 +500,7 @@ micro_batches = 1
 [shards]
 max_tokens = 60
 [training]
-updates = 600
+updates = 400
 attention_dropout = 0.1
 [optimizer]
 warmup_updates = 1
@@ -530,7 +530,7 @@ def many_lines(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
         ("cpu_fp32", WIDER),
         ("cpu_fp32", ["batches.tokens=64000", "training.updates=3"]),
     ],
-    ids=["600 updates", "kernels of many shapes", "activations", "large blocks of logits"],
+    ids=["400 updates", "kernels of many shapes", "activations", "large blocks of logits"],
 )
 def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     many_lines: Inputs, ds_config: str, changes: list[str], tmp_path: Path

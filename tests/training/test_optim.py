@@ -156,7 +156,7 @@ def make_updates(world: World, /, *, number: int, **options: Any) -> Updates:
     return found
 
 
-TOPOLOGIES = [(DENSE, 2, 1), (SPEC, 1, 1), (SPEC, 2, 2), (SPEC, 4, 2)]
+TOPOLOGIES = [(DENSE, 2, 1), (SPEC, 1, 1), (SPEC, 4, 2)]
 """Model, ranks and ranks that share experts; the last has copies of each share."""
 
 
