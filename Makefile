@@ -11,8 +11,9 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
-# conftest.py puts the longest files first; xdist would put those of the most tests first.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --durations 30
+# conftest.py puts the longest files first; xdist would put those of the most tests first. Hundreds of
+# processes import the code: it is compiled once, also where the environment says otherwise.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --durations 30
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
