@@ -288,6 +288,13 @@ def test_ranges_are_told_in_words() -> None:
         ("[model.moe]\ntop_k = 1", "the router learns nothing"),
         *(
             (
+                f"[model.moe]\nevery = 1\n[model.language_modules]\nkind = '{kind}'",
+                f"so that no layer would have the {kind} of model.language_modules",
+            )
+            for kind in ("low_rank", "language_experts")
+        ),
+        *(
+            (
                 f'[model]\n{layers}[model.moe]\nevery = {every}\ndecoder_router = "language_group"',
                 "so that no router would be 'language_group'",
             )
