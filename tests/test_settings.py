@@ -286,6 +286,20 @@ def test_ranges_are_told_in_words() -> None:
         ("[model.moe]\nnum_experts = 2\ntop_k = 3", "top_k 3 exceeds num_experts 2"),
         ("[model]\nencoder_layers = 2\ndecoder_layers = 3\n[model.moe]\nevery = 4", "moe.every 4"),
         ("[model.moe]\ntop_k = 1", "the router learns nothing"),
+        *(
+            (
+                f"[model.moe]\nevery = 1\n[model.language_modules]\nkind = '{kind}'",
+                f"so that no layer would have the {kind} of model.language_modules",
+            )
+            for kind in ("low_rank", "language_experts")
+        ),
+        *(
+            (
+                f'[model]\n{layers}[model.moe]\nevery = {every}\ndecoder_router = "language_group"',
+                "so that no router would be 'language_group'",
+            )
+            for layers, every in (("decoder_layers = 3\n", 4), ("encoder_layers = 24\n", 13))
+        ),
         ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
         ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
         ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),

@@ -436,6 +436,11 @@ class LanguageModuleSettings(VariantSettings):
     """An encoder without a decoder can have them."""
 
     @property
+    def needs_dense_layers(self) -> bool:
+        """Whether only layers without experts can have them."""
+        return False
+
+    @property
     def has_shared_route(self) -> bool:
         """Whether the model also has a route for all languages."""
         return False

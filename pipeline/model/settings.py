@@ -195,6 +195,18 @@ class ModelConfig(Settings):
                 f"{section}.every {moe.every} exceeds the numbers of layers, so that no layer "
                 f"would have experts. Lower it, or leave [{section}] out"
             )
+        if moe.every > self.decoder_layers and moe.decoder_router != "token":
+            return (
+                f"{section}.every {moe.every} exceeds decoder_layers {self.decoder_layers}, so "
+                f"that no router would be {moe.decoder_router!r}. Lower it, or leave "
+                f"{section}.decoder_router out"
+            )
+        modules = self.language_modules
+        if moe.every == 1 and modules is not None and modules.needs_dense_layers:
+            return (
+                f"{section}.every is 1, so that no layer would have the {modules.kind} of "
+                "model.language_modules. Raise it, or leave one of these sections out"
+            )
         if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
             return (
                 f"{section}.combine_weights is renormalized with top_k 1: the one weight is then "

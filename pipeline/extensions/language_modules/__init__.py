@@ -47,6 +47,11 @@ class LowRankConfig(RoutedModules):
     """Sublayers that have modules in their linear layers, except experts (model.moe). The authors'
     code has all three; the sizes of the paper's table 6 leave out cross-attention."""
 
+    @property
+    def needs_dense_layers(self) -> bool:
+        """Return whether only feed-forwards have modules."""
+        return set(self.within) == {"feed_forward"}
+
     @classmethod
     def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Read ``attention`` and ``both``, and whether ``cross_attention`` had modules."""
@@ -63,6 +68,11 @@ class LanguageExpertsConfig(RoutedModules):
 
     removed: ClassVar = {"every": (1,)}
     kind: Literal["language_experts"] = "language_experts"
+
+    @property
+    def needs_dense_layers(self) -> bool:
+        """Return True: they are feed-forwards."""
+        return True
 
 
 class ClsrConfig(LanguageModuleSettings):
