@@ -121,7 +121,8 @@ class GradientOrder:
         self._names: list[str] = []
         self._first: array[int] | None = None
         self._arrived = array("l")
-        for index, (name, parameter) in enumerate(model.named_parameters()):
+        trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+        for index, (name, parameter) in enumerate(trained):
             self._names.append(name)
             parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
 
