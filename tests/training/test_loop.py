@@ -697,7 +697,7 @@ def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
     assert model.manifest.summary[2] == (
         "ended 1 update early: 2 validations in a row found none lower"
     )
-    assert names_in(impatient.parent / "model.run" / "states") == ["update-0000004"]
+    assert names_in(impatient.parent / "model.run" / "states") == ["update-0000005"]
 
 
 @pytest.mark.parametrize("every", [2, 4])
