@@ -50,6 +50,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
+from pipeline.config.settings import one_line
 from pipeline.distributed.process import BUSY_TIME, advance
 from pipeline.distributed.world import World, local_device, on_rank_zero
 from pipeline.errors import ConfigError, hint, unwritable
@@ -109,7 +110,9 @@ def merge_ds_config(
     zero = _checked_zero(ds_config["zero_optimization"])
     if world_size == 1:
         zero["contiguous_gradients"] = False
-    elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
+    elif (recipe.model.moe or recipe.model.language_modules) and not zero.get(
+        "contiguous_gradients", True
+    ):
         raise ConfigError(
             "The ds_config sets zero_optimization.contiguous_gradients to false, with which "
             "DeepSpeed reduces the gradients of experts over the wrong ranks. Set it to true."
@@ -286,12 +289,15 @@ class Engine:
         self._gradient_order = GradientOrder(model) if watched else None
         objective = _Objective(model, recipe, has_expert_groups=has_expert_groups)
         gc.collect()  # Python 3.11's import lock can fail if one runs within DeepSpeed's imports
-        self._engine, *_ = deepspeed.initialize(
-            model=objective,
-            optimizer=make_optimizer(parameters),
-            config=config,
-            dist_init_required=False,
-        )
+        optimizer = make_optimizer(parameters)
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=objective, optimizer=optimizer, config=config, dist_init_required=False
+            )
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(
+                f"DeepSpeed refuses the ds_config ({one_line(error)}). Correct it."
+            ) from error
         self._zero = self._engine.optimizer
         prepare_scaler(self._zero.loss_scaler)
         self.device: torch.device = next(model.parameters()).device

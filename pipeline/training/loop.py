@@ -120,6 +120,8 @@ class TrainingRun:
             closing(self._updates()) as updates,
         ):
             self._validate_if_due()
+            if self._is_done() and self.position != self.resumed.position:
+                self._save_if_due()  # a stop within the last validation left a state without it
             first = self.position.update + 1
             while not self._is_done():
                 for alarm in self._update(updates):

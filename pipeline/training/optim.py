@@ -121,7 +121,8 @@ class GradientOrder:
         self._names: list[str] = []
         self._first: array[int] | None = None
         self._arrived = array("l")
-        for index, (name, parameter) in enumerate(model.named_parameters()):
+        trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+        for index, (name, parameter) in enumerate(trained):
             self._names.append(name)
             parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
 
@@ -168,13 +169,15 @@ ZERO_ATTRIBUTES = (
 def has_flat_gradients(config: Mapping[str, Any]) -> bool:
     """Return whether a ds_config uses flat gradients: ZeRO 1, unless it asks for more.
 
-    DeepSpeed's own path offloads, overlaps reductions with the backward pass, and sums in 16 bits.
+    DeepSpeed's own path offloads, overlaps reductions with the backward pass, and sums or keeps
+    master weights in 16 bits.
     """
     zero = config["zero_optimization"]
     offload = zero.get("offload_optimizer") or {}
     sums = config.get("data_types", {}).get("grad_accum_dtype")
     sent = config.get("communication_data_type")
     is_plain = offload.get("device", "none") == "none" and not depends_on_order(zero)
+    is_plain &= not config.get("bf16", {}).get("bf16_master_weights_and_grads", False)
     return is_plain and sums in (None, "fp32") and sent in (None, "fp32")
 
 

@@ -214,12 +214,10 @@ class Saving:
         The last update needs a state only if it is averaged, or kept so that training can be
         continued to more updates.
         """
-        update, training = position.update, self._recipe.training
-        if is_done and training.average_last:
-            return True
-        if update == training.updates:
-            return self._recipe.saving.keep_states != "none"
-        return update % training.checkpoint_every == 0
+        training = self._recipe.training
+        if is_done:
+            return training.average_last > 0 or self._recipe.saving.keep_states != "none"
+        return position.update % training.checkpoint_every == 0
 
     def save_state(
         self, position: Position, *, replanned: Sequence[Mapping[str, int]], is_done: bool

@@ -524,6 +524,38 @@ def test_gradients_of_experts_are_not_reduced_over_the_wrong_ranks() -> None:
         merge_ds_config(ds_config, recipe, world_size=2)
 
 
+@pytest.mark.parametrize("zero", [{"stage": 1, "overlap_comm": True}, {"stage": 2}])
+def test_gradients_of_language_experts_are_not_either(zero: dict[str, Any]) -> None:
+    model = ModelConfig.model_validate({"language_modules": {"kind": "language_experts"}})
+    ds_config = {"zero_optimization": {**zero, "contiguous_gradients": False}}
+    assert merge_ds_config(ds_config, make_recipe(model), world_size=1)
+    with pytest.raises(ConfigError, match=r"over the wrong ranks\. Set it to true"):
+        merge_ds_config(ds_config, make_recipe(model), world_size=2)
+
+
+def refusal_of(world: World, zero: dict[str, Any]) -> str:
+    with mock.patch.object(sys.modules[__name__], "zero_config", return_value=zero):
+        try:
+            engine_of(world, SPECS["dense"])
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("allgather_bucket_size", 5001, "must be a multiple"),
+        ("compute_grad_norm", False, "requires gradient_clipping=0"),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_refused_in_one_sentence(
+    pool1: ProcessPool, key: str, value: object, reason: str
+) -> None:
+    [said] = pool1.run(refusal_of, {"zero_optimization": {"stage": 1, key: value}})
+    assert re.fullmatch(rf"DeepSpeed refuses the ds_config \(.*{key}.* {reason}.*\)\. .*", said)
+
+
 @pytest.mark.parametrize("name", ds_config_names())
 def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
     assert merge(load_ds_config(name))["gradient_clipping"] == 0.5

@@ -417,6 +417,24 @@ def test_a_finished_run_that_is_made_longer_is_the_run_that_was_as_long_from_the
     assert_same_runs(tmp_path / "model", tmp_path / "straight", state=4)
 
 
+@pytest.mark.parametrize("updates", [3, 5])
+def test_a_run_stopped_in_its_last_validation_and_made_longer_keeps_that_validation(
+    train: Train, inputs: Inputs, tmp_path: Path, updates: int
+) -> None:
+    shorter = changed(make_recipe(updates=updates), "optimizer", schedule="inverse_sqrt")
+    data = training_data(make_call("pretrain", shorter, inputs.artifacts(), tmp_path / "unused"))
+    of_each = len(data.validation(budget=shorter.batches.evaluation_tokens))
+    in_last = updates + of_each * (updates // 2) + 2
+    train(tmp_path / "straight", shorter, ranks=1)
+    train(tmp_path / "model", shorter, ranks=1, terminate_at=(0, in_last))
+    train(tmp_path / "model", shorter, ranks=1)
+    for name in ("straight", "model"):
+        longer = changed(shorter, "training", updates=updates + 1)
+        train(tmp_path / name, longer, ranks=1, overwrite=True)
+    assert updates in [one["update"] for one in lines_of(tmp_path / "model", "validation")]
+    assert_same_runs(tmp_path / "model", tmp_path / "straight", state=updates + 1)
+
+
 def test_a_run_whose_newest_state_is_damaged_is_the_same_run_after_what_it_is_told_to_do(
     train: Train, straight: Path, out_dir: Path
 ) -> None:
@@ -679,7 +697,7 @@ def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
     assert model.manifest.summary[2] == (
         "ended 1 update early: 2 validations in a row found none lower"
     )
-    assert names_in(impatient.parent / "model.run" / "states") == ["update-0000004"]
+    assert names_in(impatient.parent / "model.run" / "states") == ["update-0000005"]
 
 
 @pytest.mark.parametrize("every", [2, 4])

@@ -472,6 +472,9 @@ def test_zero_1_has_flat_gradients_unless_deepspeeds_own_path_is_asked_for() -> 
         assert not has_flat_gradients({"zero_optimization": {"stage": 1, **zero}})
     for keys in ({"data_types": {"grad_accum_dtype": "bf16"}}, {"communication_data_type": "fp16"}):
         assert not has_flat_gradients({"zero_optimization": {"stage": 1}, **keys})
+    for has_moments in (False, True):
+        in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": has_moments}
+        assert not has_flat_gradients({"zero_optimization": {"stage": 1}, "bf16": in_bf16})
     assert has_flat_gradients({"zero_optimization": {"stage": 1}})
 
 

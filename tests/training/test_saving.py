@@ -120,14 +120,16 @@ def validated(perplexity: float = 3.0) -> ValidationResult:
     return ValidationResult({}, "specific", perplexity, ROUTING)
 
 
+@pytest.mark.parametrize("updates", [5, 9])
 @pytest.mark.parametrize(
     ("keep_states", "average_last", "due"),
-    [("none", 0, [2, 4]), ("last", 0, [2, 4, 5]), ("none", 2, [2, 4, 5])],
+    [("none", 0, [2, 4]), ("last", 0, [2, 4, 5]), ("all", 0, [2, 4, 5]), ("none", 2, [2, 4, 5])],
 )
 def test_states_are_due_at_intervals_and_at_the_end_where_one_is_needed(
-    tmp_path: Path, keep_states: str, average_last: int, due: list[int]
+    tmp_path: Path, keep_states: str, average_last: int, due: list[int], updates: int
 ) -> None:
-    recipe = make_recipe(updates=5, checkpoint_every=2, average_last=average_last)
+    """Also where patience ends a run of nine updates after the fifth."""
+    recipe = make_recipe(updates=updates, checkpoint_every=2, average_last=average_last)
     recipe = changed(recipe, "saving", keep_states=keep_states)
     one = saving(HeldTensors(), NotedWrites(tmp_path), recipe, world=world_of())
     positions = map(Position, range(1, 6))
