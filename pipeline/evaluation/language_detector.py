@@ -253,13 +253,15 @@ def in_small_letters(text: str) -> str:
 def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats, Floats]:
     """Return languages, their prior and their n-grams; profiles of a language share its weight.
 
-    A profile stands for the candidate that its name means: zh-tw for zh_Hant, if it is one.
+    A profile stands for the candidate that its name means: zh-tw for zh_Hant, if it is one. Where
+    there are only regions of its language, it stands for the first: pt for pt_BR.
     """
     profiles = langdetect_profiles()
     if candidates is None:
         languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
         return languages, np.full(len(languages), 1.0 / len(languages)), profiles.probabilities
-    languages = tuple(find_code(name, candidates) or "" for name in profiles.names)
+    regional = {without_region(code): code for code in sorted(candidates, reverse=True)}
+    languages = tuple(find_code(n, candidates) or regional.get(n, "") for n in profiles.names)
     chosen = [place for place, language in enumerate(languages) if language]
     if not chosen:
         raise ConfigError(

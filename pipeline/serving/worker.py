@@ -26,7 +26,7 @@ from pipeline.decoding.line_filter import BATCH_LINES
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError, no_such
-from pipeline.languages import codes_of_setting, language, own_name
+from pipeline.languages import codes_of_setting, language, meant_code, own_name
 from pipeline.terminal import listed
 
 
@@ -122,13 +122,16 @@ class Systems:
     def choose(self, name: str | None, source: str, target: str) -> tuple[System, Direction]:
         """Return the named system, or the first that has the direction, and the direction.
 
+        Systems that tell the languages apart go first: zh also stands for zh_Hant where that lacks.
+
         Raises:
             ConfigError: there is no such system, or none has the direction.
         """
         if name is not None and name not in self.names:
             raise no_such("There is no system", name, self.names)
-        problems = []
-        for system in self._systems:
+        known, problems = [language["code"] for language in self.languages], []
+        wanted = {meant_code(code, known) for code in (source, target)}
+        for system in sorted(self._systems, key=lambda one: len(wanted.difference(one.sources))):
             if name in (None, system.name):
                 try:
                     return system, system.direction(source, target)

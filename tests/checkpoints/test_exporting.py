@@ -494,6 +494,24 @@ def test_a_model_card_tells_data_stages_and_scores(tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize(("second", "expected"), [("second", 1040), ("first", 40)])
+def test_a_model_card_counts_the_lines_of_every_corpus_once(
+    second: str, expected: int, tmp_path: Path
+) -> None:
+    made = own_checkpoint(tmp_path / "plain").origin
+    for name, corpus, lines in (("pretrain", "first", 1000), ("finetune", second, 40)):
+        folder = tmp_path / name
+        if not (tmp_path / corpus).exists():
+            with writing(tmp_path / corpus, "corpus", "clean") as writer:
+                writer.path("train/de-en/de.txt").write_text(corpus)
+        inputs = {"corpus": open_artifact(tmp_path / corpus, kind="corpus").as_input}
+        pairs = {"de-en": {"train": lines}}
+        shards = produced(folder / "shards", "shards", "make_shards", inputs, pairs=pairs)
+        before = open_artifact(made, kind="checkpoint").as_input
+        made = trained(folder, made, name, {"shards": shards, "checkpoint": before})
+    assert f"| de-en | {expected:,} |\n" in card_of(made)
+
+
 @pytest.mark.parametrize("systems", [5, {"ours": 0}, {"ours": {"into_pivot": {"bleu": "high"}}}])
 def test_scores_that_evaluate_did_not_write_are_refused(tmp_path: Path, systems: Any) -> None:
     checkpoint = own_checkpoint(tmp_path / "plain").origin

@@ -152,6 +152,20 @@ def test_simplified_and_traditional_text_are_the_languages_that_candidates_tell_
     assert [detector.ranked(text)[0][0] for text in (SIMPLIFIED, TRADITIONAL)] == codes
 
 
+@pytest.mark.parametrize(
+    ("candidates", "text", "expected"),
+    [
+        ({"de", "fr_CA", "fr_FR"}, FRENCH, "fr_CA"),
+        ({"en_US", "en_GB", "zh", "zh_Hant"}, ENGLISH, "en_GB"),
+        ({"de", "fr", "fr_CA"}, FRENCH, "fr"),
+    ],
+)
+def test_a_language_of_which_there_are_only_regions_is_the_first_of_them(
+    candidates: set[str], text: str, expected: str
+) -> None:
+    assert LanguageDetector(candidates, seed=1).ranked(text)[0][0] == expected
+
+
 def test_probable_languages_are_ranked_and_profiles_of_one_language_added() -> None:
     chinese = LanguageDetector(None, seed=1).ranked(
         "这是一个用中文写的句子，這是一個用中文寫的句子"

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import MutableMapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.served import make_model
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
@@ -282,6 +284,27 @@ def test_a_long_request_takes_turns_with_others(system: System) -> None:
     results[399].result(SECONDS)
     worker.close()
     assert ended.index(400) < 300  # last if each request waited for those before
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ("zh", "zh_TW", ("two", "zh-zh_Hant")),
+        ("pt_BR", "en", ("two", "pt_BR-en")),
+        ("en", "pt", ("one", "en-pt")),
+        ("de", "pt-BR", ("one", "de-pt")),
+    ],
+)
+def test_a_system_that_tells_scripts_and_regions_apart_goes_before_one_that_does_not(
+    source: str, target: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    codes = {"one": ["de", "en", "pt", "zh"], "two": ["en", "pt", "pt_BR", "zh", "zh_Hant"]}
+    systems = [
+        System.load(name, open_artifact(Path(path), kind="checkpoint"), decoding=DECODING)
+        for name, path in ((one, make_model(tmp_path / one, codes=codes[one])) for one in codes)
+    ]
+    found, direction = Systems(systems).choose(None, source, target)
+    assert (found.name, str(direction)) == expected
 
 
 def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:

@@ -9,6 +9,7 @@ theirs read the token and ours read text.
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -467,13 +468,14 @@ class Card:
 
 
 def _training_pairs(artifacts: Sequence[Artifact]) -> dict[str, int]:
-    """Return pair → number of training lines in the shards."""
-    pairs: dict[str, int] = {}
+    """Return pair → number of training lines in the shards, of shards of one corpus the last's."""
+    of_corpora: dict[str, dict[str, int]] = {}
     for artifact in artifacts:
         if artifact.manifest.kind == "shards":
             counts = artifact.statistics.get("pairs", {})
-            pairs |= {pair: lines["train"] for pair, lines in counts.items() if lines["train"]}
-    return pairs
+            corpus = artifact.manifest.inputs.get("corpus", artifact.as_input)
+            of_corpora[corpus.digest] = {pair: lines["train"] for pair, lines in counts.items()}
+    return dict(sum(map(Counter, of_corpora.values()), Counter[str]()))
 
 
 def _score_rows(

@@ -112,11 +112,13 @@ _SCRIPT, _REGION = "_[A-Z][a-z]{3}", "_(?:[A-Z]{2}|[0-9]{3})"
 _LANGUAGE = re.compile(
     rf"(?P<plain>[a-z]{{2,3}}(?:{_SCRIPT}(?:{_REGION})?|{_REGION}))"
     rf"|__(?P<underscored>[a-z]{{2,3}}(?:{_SCRIPT})?(?:{_REGION})?)__"
-    r"|LANG_TOK_(?P<prefixed>[A-Z]{2,3}(?:_[A-Z]{2,4})?)",
+    r"|LANG_TOK_(?P<prefixed>[A-Z]{2,3}(?:_[A-Z]{2,4})?)"
+    r"|\[(?P<bracketed>[a-z]{2,3}(?:_[A-Za-z]{2,4})?)\]"
+    r"|<2(?P<angled>[a-z]{2,3}(?:_[A-Za-z]{2,4})?)>",
     re.ASCII,
 )
-"""Language tokens: ``eng_Latn``, ``en_XX``, ``por_Latn_BR``; and ``__en__`` and ``LANG_TOK_EN``,
-which the export of a model that came from fairseq keeps."""
+"""Language tokens: ``eng_Latn``, ``en_XX``, ``por_Latn_BR``; and ``__en__``, ``LANG_TOK_EN``,
+``[en_XX]`` and ``<2en>``, which the export of a model that came from fairseq keeps."""
 
 
 def _content(token: object) -> object:
@@ -439,13 +441,17 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
     """Return spelling → our code, of languages that a model tells apart.
 
     If the registry has one code for two of them, for example ``fa`` for NLLB's ``pes_Arab`` and
-    ``prs_Arab``, the first gets it, and the second keeps its own: ``prs``.
+    ``prs_Arab``, the first gets it, and the second keeps its own: ``prs``. Of ``por_Latn_BR`` and
+    ``por_Latn``, the one without a region gets it, and the other is ``pt_BR``.
     """
     found: dict[str, str] = {}
-    for spelling, code in distinct_codes(spellings).items():
+    joined = distinct_codes(spellings)
+    apart = distinct_codes(joined, regions="apart")
+    regional = {one: parse_tag(one).region is not None for one in joined}
+    for spelling in sorted(joined, key=lambda one: (one != joined[one], regional[one])):
         taken = set(found.values())
-        names = (code, spelling.partition("_")[0], spelling)
-        found[spelling] = next(name for name in names if name not in taken)
+        names = (joined[spelling], apart[spelling], spelling.partition("_")[0], spelling)
+        found[spelling] = next((name for name in names if name not in taken), spelling)
     return found
 
 

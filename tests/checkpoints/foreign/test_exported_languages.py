@@ -179,8 +179,10 @@ def test_an_added_language_follows_the_style_of_the_tokens_a_model_came_with(
         ("lang_tok", ["EN", "DE"], ["LANG_TOK_EN", "LANG_TOK_DE"]),
         ("underscores", ["eng_Latn", "deu_Latn"], ["eng_Latn", "deu_Latn"]),
         ("underscores", ["en", "de"], ["__en__", "__de__"]),
+        ("brackets", ["en_XX", "de_DE"], ["[en_XX]", "[de_DE]"]),
+        ("angle", ["en", "de"], ["<2en>", "<2de>"]),
     ],
-    ids=["mRASP2's", "NLLB's of fairseq", "M2M-100's of fairseq"],
+    ids=["mRASP2's", "NLLB's of fairseq", "M2M-100's of fairseq", "mBART's of fairseq", "2en"],
 )
 def test_tokens_of_fairseq_are_those_that_transformers_users_know(
     scheme: Any, spellings: list[str], expected: list[str], tmp_path: Path
@@ -198,6 +200,10 @@ def test_tokens_of_fairseq_are_those_that_transformers_users_know(
     )
     layout = chosen_layout(entries_of(files, tmp_path))
     assert [layout.token_of[code] for code in ("en", "de")] == expected
+    source = own_checkpoint(tmp_path / "ours", tokenizer=files)
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    back = open_foreign(tmp_path / "out").tokenizer.description
+    assert [back.language_token(code) for code in ("en", "de")] == expected
 
 
 # ---------------------------------------------------------------- names of languages
@@ -253,7 +259,7 @@ def test_scripts_regions_and_languages_beyond_nllb_have_tokens(code: str, expect
 
 
 def test_scripts_and_regions_of_one_language_are_told_apart_and_read_back(tmp_path: Path) -> None:
-    languages = tuple(sorted(["en", "pt", "pt_BR", "sh", "sr", "sr_Latn", "zh", "zh_Hant"]))
+    languages = ("en", "es", "es_419", "pt", "pt_BR", "sh", "sr", "sr_Latn", "zh", "zh_Hant")
     source = own_checkpoint(tmp_path / "ours", languages=languages)
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     tokenizer_type: Any = NllbTokenizer
@@ -262,10 +268,29 @@ def test_scripts_and_regions_of_one_language_are_told_apart_and_read_back(tmp_pa
     ours = source.tokenizer.build()
     assert rows[theirs("x")["input_ids"][0]] == ours.language_token_id("pt_BR")
     back = open_foreign(tmp_path / "out").tokenizer.build()
-    assert len(back.languages) == len(languages)
+    assert back.languages == languages
     header = (tmp_path / "out" / "README.md").read_text("utf-8").partition("license:")[0]
     # Hubs refuse a card with a code of more than a language
-    assert header == '---\nlanguage:\n- "en"\n- "pt"\n- "sh"\n- "sr"\n- "zh"\n'
+    assert header == '---\nlanguage:\n- "en"\n- "es"\n- "pt"\n- "sh"\n- "sr"\n- "zh"\n'
+
+
+@pytest.mark.parametrize(
+    ("spellings", "expected"),
+    [
+        (["en_XX", "pt_BR", "pt"], ["en", "pt_BR", "pt"]),
+        (["zh_CN", "zh_TW", "zh", "por_Latn", "por_Latn_BR"], "zh_CN zh_Hant zh pt pt_BR".split()),
+        (["es_MX", "es_419", "en_XX", "en_GB"], ["es", "es_419", "en", "en_GB"]),
+        (
+            ["eng_Latn", "en", "zho_Hant_TW", "zho_Hant", "zho_Hans"],
+            "eng en zh_TW zh_Hant zh".split(),
+        ),
+    ],
+)
+def test_spellings_of_one_language_have_their_own_codes_in_any_order(
+    spellings: list[str], expected: list[str]
+) -> None:
+    codes = model_codes(spellings)
+    assert [codes[spelling] for spelling in spellings] == expected
 
 
 @pytest.mark.parametrize("languages", [BEYOND, HUNDRED])
