@@ -418,14 +418,14 @@ def _begins(sharding: Sharding, lines: list[str], *, side: str) -> list[npt.NDAr
 def line_pairs(
     corpus: Artifact, pair: str, split: ShardSplit
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield chunks of both sides' lines, aligned by number."""
+    """Yield chunks of both sides' lines, aligned by number, without white space around them."""
     first: list[str] = []
     second: list[str] = []
     characters = 0
     paths = (corpus.file(text_name(split, pair, code)) for code in pair.split("-"))
     for one, other in aligned_lines(*paths):
-        first.append(one)
-        second.append(other)
+        first.append(one.strip())
+        second.append(other.strip())
         characters += len(one) + len(other)
         if len(first) >= CHUNK_LINES or characters >= CHUNK_CHARACTERS:
             yield first, second

@@ -23,6 +23,8 @@ from pipeline.config.ds_config import (
     passes_per_update,
 )
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.settings import EXTRA_TOKENS
+from pipeline.decoding.hypotheses import max_target_length
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import load_plan
 from pipeline.model.parameters import count_parameters
@@ -67,6 +69,23 @@ def test_a_system_of_bytes_is_a_recipe_on_any_body_of_bytes(system: str) -> None
     assert differing in ({"model"}, {"tokenizer"}, {"tokenizer", "decoding"})
     names = {field for field in plain["model"] if plain["model"][field] != found["model"][field]}
     assert names <= {"front", "embedding"}
+
+
+@pytest.mark.parametrize("name", ["bytes", "bytes_opus100", "bytes_lobef_pair+ncf"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("How are you?", "நீங்கள் எப்படி இருக்கிறீர்கள்?"),
+        ("Where do you live now?", "ახლა სად ცხოვრობთ თქვენ და თქვენი ოჯახი?"),
+    ],
+)
+def test_an_output_of_bytes_has_room_for_letters_of_three_bytes(
+    name: str, source: str, target: str
+) -> None:
+    recipe = load_recipe(name)
+    tokens, positions = len(source.encode()) + EXTRA_TOKENS, recipe.model.max_positions
+    most = max_target_length(tokens, recipe.decoding, positions=positions)
+    assert most > len(target.encode())
 
 
 @pytest.mark.parametrize("base", BASES)

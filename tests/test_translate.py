@@ -177,6 +177,17 @@ def test_a_long_line_is_what_its_sentences_are_joined(checkpoint: Artifact) -> N
     assert (joined.split, joined.truncated) == (3, False)
 
 
+@pytest.mark.parametrize("typed", ["  Ein Satz.", "Ein Satz.\u3000 "])
+def test_white_space_around_a_line_changes_nothing(typed: str, checkpoint: Artifact) -> None:
+    translator = Translator(checkpoint, DecodingConfig(beam_size=2, max_extra_length=6))
+    jobs = [
+        Job(Direction("de", "en"), line, text) for line, text in enumerate((typed, "Ein Satz."))
+    ]
+    one, other = translator.translate(jobs)
+    assert one == other
+    assert translator.lengths(jobs) == [9, 9]
+
+
 def test_the_score_of_a_split_line_is_the_mean_over_its_tokens(
     checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -329,7 +329,7 @@ class Translator:
         return layers - 1 if asked is None else asked
 
     def _source_tokens(self, job: Job) -> list[int]:
-        return self._encode(job.text, job.direction.source)
+        return self._encode(job.text.strip(), job.direction.source)  # as in training
 
     def _target_tokens(self, text: str) -> list[int]:
         # All target languages share one vocabulary.
@@ -358,7 +358,7 @@ class Translator:
         of_line = (tuple(self._target_tokens(phrase)) for phrase in job.required)
         required = (*self._required, *of_line)
         language = job.direction.source
-        parts = [(job.text, tokens)]
+        parts = [(job.text.strip(), tokens)]
         if len(tokens) > self.max_tokens:
             texts = split_to_fit(
                 job.text, fits=lambda text: len(self._encode(text, language)) <= self.max_tokens

@@ -3,7 +3,7 @@
 The spec is fixed when a model is initialized, and its checkpoints store it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
@@ -107,15 +107,21 @@ def make_spec(**values: Any) -> ModelSpec:
     Raises:
         ConfigError: the settings of recipe, tokenizer and groups contradict each other.
     """
-    model, modules = values["model"], values["model"].language_modules
-    if modules is not None and modules.languages:
-        meant = dict.fromkeys(meant_code(code, values["languages"]) for code in modules.languages)
-        modules = modules.model_copy(update={"languages": tuple(meant)})
-        values["model"] = model.model_copy(update={"language_modules": modules})
+    values["model"] = in_codes(values["model"], values["languages"])
     try:
         return ModelSpec(**values)
     except ValidationError as error:
         raise ConfigError(f"The recipe's model: {describe_validation(error, ModelSpec)}") from error
+
+
+def in_codes(model: ModelConfig, languages: Sequence[str]) -> ModelConfig:
+    """Return a model with language modules in codes of these languages, sorted."""
+    modules = model.language_modules
+    if modules is None or not modules.languages:
+        return model
+    meant = {meant_code(code, languages) for code in modules.languages}
+    modules = modules.model_copy(update={"languages": tuple(sorted(meant))})
+    return model.model_copy(update={"language_modules": modules})
 
 
 def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:

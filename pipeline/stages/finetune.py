@@ -21,6 +21,7 @@ from pipeline.config.recipe import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
+from pipeline.model.spec import in_codes
 from pipeline.model.sublayer import Regularization
 from pipeline.stage import StageCall
 from pipeline.stages.pretrain import train, training_data
@@ -66,7 +67,8 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
         )
     spec, recipe = read_spec(checkpoint), call.recipe
     over = {"initialization"}  # how a model was initialized is not part of a trained one
-    own, asked = (model.model_dump(exclude=over) for model in (spec.model, recipe.model))
+    models = (in_codes(model, spec.languages) for model in (spec.model, recipe.model))
+    own, asked = (model.model_dump(exclude=over) for model in models)
     change = describe_change(own, asked)
     if change is None and spec.tag_scheme != recipe.batches.tag_scheme:
         change = f"tag_scheme: {spec.tag_scheme} → {recipe.batches.tag_scheme}"

@@ -27,6 +27,24 @@ def test_means_are_over_the_lines_that_all_pairs_have(tmp_path: Path) -> None:
     assert found["order"] == ["de", "en", "zh"]
 
 
+@pytest.mark.parametrize(("code", "blank"), [("de", ""), ("zh", " \u200b")])
+def test_a_line_without_text_on_a_side_counts_nowhere(
+    code: str, blank: str, tmp_path: Path
+) -> None:
+    pair = "-".join(sorted([code, "en"]))
+    of_pair = {
+        one: [*lines, {code: blank, "en": "bread"}[one]] for one, lines in PARALLEL[pair].items()
+    }
+    other = next(name for name in PARALLEL if name != pair)
+    of_other = {one: [*lines, "bread"] for one, lines in PARALLEL[other].items()}
+    lines = {pair: of_pair, other: of_other, "en-km": {"en": ["water"], "km": [""]}}
+    found = measure_lengths(make_corpus(tmp_path / "corpus", {"test": lines}))
+    plain = measure_lengths(make_corpus(tmp_path / "plain", {"test": PARALLEL}))
+    assert (found["parallel_lines"], found["mean_bytes"]) == (2, plain["mean_bytes"])
+    assert found["ratio_to_pivot"][code] == plain["ratio_to_pivot"][code]
+    assert "km" not in found["ratio_to_pivot"]
+
+
 def test_without_a_common_line_the_ratios_of_each_pair_stand_alone(tmp_path: Path) -> None:
     lines = {**PARALLEL, "en-zh": {"en": ["other"], "zh": ["别的"]}}
     found = measure_lengths(make_corpus(tmp_path / "corpus", {"test": lines}))

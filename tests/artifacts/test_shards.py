@@ -83,9 +83,9 @@ def shards(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact
 
 
 def short_pairs(split: Split, pair: str, max_tokens: int = 40) -> list[tuple[bytes, bytes]]:
-    """UTF-8 of the sentence pairs that fit, straight from the text."""
+    """UTF-8 of the sentence pairs that fit, without spaces around them."""
     first, second = (lines for _, lines in sorted(TEXTS[split][pair].items()))
-    encoded = [(a.encode(), b.encode()) for a, b in zip(first, second, strict=True)]
+    encoded = [(a.strip().encode(), b.strip().encode()) for a, b in zip(first, second, strict=True)]
     return [both for both in encoded if len(both[0]) <= max_tokens and len(both[1]) <= max_tokens]
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from support.corpora import bytes_of
 from support.exported_models import own_checkpoint, tokenizer_of_two
 from support.readable_artifacts import Shelf, build_shelf, stage_call
 from support.readers_sweep import reseal
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
 
 from pipeline import cli
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer
@@ -20,6 +23,7 @@ from pipeline.checkpoints.checkpoint import (
     load_model,
     open_checkpoint,
     read_spec,
+    read_tokenizer,
     refuse_other_tokenizer,
 )
 from pipeline.config.recipe import load_recipe
@@ -203,3 +207,24 @@ def test_a_recipe_of_another_model_is_refused_with_how_to_make_one_that_fits(
     fingerprint = load_tokenizer(shelf.path("shards") / "tokenizer").fingerprint
     with pytest.raises(ConfigError, match=re.escape(said.format(shelf.path("dense")))):
         refuse_other_model(call, fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize("spelled", [("deu", "eng"), ("en", "de")])
+def test_a_recipe_may_spell_and_order_the_languages_of_modules_otherwise(
+    spelled: tuple[str, ...], shelf: Shelf, tmp_path: Path
+) -> None:
+    modules = {"kind": "low_rank", "rank": 2, "languages": ("de", "en")}
+    spec = byte_spec(model={"language_modules": modules})
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path / "modules", tiny_model(spec)))
+    given = {"checkpoint": checkpoint, "shards": shelf.open("shards")}
+    asked = {**spec.model.model_dump(), "language_modules": {**modules, "languages": spelled}}
+    call = stage_call(
+        "finetune", tmp_path / "out", given, recipe=load_recipe(None, {"model": asked})
+    )
+    fingerprint = read_tokenizer(checkpoint).fingerprint
+    refuse_other_model(call, fingerprint=fingerprint)
+    others = load_recipe(
+        None, {"model": {**asked, "language_modules": {**modules, "languages": ("de", "fr")}}}
+    )
+    with pytest.raises(ConfigError, match="describes another model"):
+        refuse_other_model(replace(call, recipe=others), fingerprint=fingerprint)

@@ -275,6 +275,23 @@ def test_a_convolution_of_n_grams_runs_once_for_n_tokens() -> None:
     assert found.source - plain.source == pytest.approx(3 * 16 * 16 + biases + mixture)
 
 
+@pytest.mark.parametrize(
+    ("front", "of_vectors"),
+    [
+        # Heads of 4, kernels of 5 and 1: the heads of queries, keys and values are convolved.
+        ({"kind": "msha", "scales": (0, 3, 1, 0)}, 3 * (4 * 4 * (5 + 1) + 2 * 4)),
+        # Kernels of 1 and 3 and the router of 3 scales see 4 heads of each.
+        ({"kind": "ada_msha", "max_scale": 2}, 3 * 4 * (4 * 4 * (1 + 3) + 2 * 4 + 3 * 4)),
+    ],
+)
+def test_a_convolution_of_heads_runs_for_queries_keys_and_values(
+    front: dict[str, object], of_vectors: int
+) -> None:
+    plain = count_multiplied(tiny_spec(model={"num_heads": 4}))
+    found = count_multiplied(tiny_spec(model={"num_heads": 4, "front": front}))
+    assert (found.source - plain.source, found.target) == (of_vectors, plain.target)
+
+
 def test_logits_of_some_ids_multiply_their_rows_of_a_tied_table_alone() -> None:
     spec = tiny_spec()
     some = spec.model_copy(update={"output_size": 20})

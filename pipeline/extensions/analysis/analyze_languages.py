@@ -248,8 +248,9 @@ def _translations(
     for code, direction in chosen.items():
         found = translations_of(corpus, direction.pair, pivot)
         if code == pivot:
-            found = {line: line for line in found}
-        if found := {line: text for line, text in found.items() if not is_blank(text)}:
+            lines = map(str.strip, read_lines(corpus, "test", direction.pair, pivot))
+            found = {line: line for line in lines if not is_blank(line)}
+        if found:
             yield code, found
 
 

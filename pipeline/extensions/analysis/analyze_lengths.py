@@ -11,7 +11,7 @@ only white space do not count.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
@@ -87,8 +87,8 @@ def measure_lengths(corpus: Artifact) -> dict[str, Any]:
     Returns:
         ``pivot``; ``parallel_lines``, the number of these lines; ``mean_bytes``, language → mean
         length of its translations, empty without such lines; ``ratio_to_pivot``, language → its
-        bytes divided by the pivot's, over all lines of their pair; and ``order``, the languages
-        from the longest to the most concise.
+        bytes divided by the pivot's, over the lines of their pair with text on both sides; and
+        ``order``, the languages from the longest to the most concise.
 
     Raises:
         ArtifactError: the corpus has no test lines.
@@ -99,22 +99,19 @@ def measure_lengths(corpus: Artifact) -> dict[str, Any]:
             f"{corpus.directory} has no test lines. Name a corpus that has test sets."
         )
     pivot = most_paired(pairs)
-    sides = {
-        _other(pair, pivot): translations_of(corpus, pair, pivot)
-        for pair in pairs
-        if pivot in pair.split("-")
-    }
-    shared = set.intersection(*map(set, sides.values()))
+    others = [_other(pair, pivot) for pair in pairs if pivot in pair.split("-")]
+    found = {code: translations_of(corpus, pair_name(code, pivot), pivot) for code in others}
+    sides = {code: lines for code, lines in found.items() if lines}
+    shared = set.intersection(*map(set, sides.values())) if sides else set()
     texts = {pivot: dict(zip(shared, shared, strict=True)), **sides} if shared else {}
     mean_bytes = {
         code: sum(byte_length(translations[line]) for line in shared) / len(shared)
         for code, translations in sorted(texts.items())
     }
     ratios = {pivot: 1.0}
-    for code in sides:
-        pair = pair_name(code, pivot)
-        if total := total_bytes(corpus, pair, pivot):
-            ratios[code] = total_bytes(corpus, pair, code) / total
+    for code in others:
+        if (ratio := byte_ratio(corpus, code, pivot)) is not None:
+            ratios[code] = ratio
     known = mean_bytes or ratios
     return {
         "order": sorted(known, key=lambda code: (-known[code], code)),
@@ -130,9 +127,14 @@ def byte_length(line: str) -> int:
     return len(line.strip().encode())
 
 
-def total_bytes(corpus: Artifact, pair: str, code: str) -> int:
-    """Return the bytes of all test lines of one side of a pair."""
-    return sum(map(byte_length, read_lines(corpus, "test", pair, code)))
+def byte_ratio(corpus: Artifact, code: str, other: str) -> float | None:
+    """Return a language's bytes divided by another's in the test lines of their pair.
+
+    Only lines with text on both sides count; None without any.
+    """
+    sides = zip(*_lines_with_text(corpus, code, other), strict=True)
+    totals = [sum(map(byte_length, side)) for side in sides]
+    return totals[0] / totals[1] if totals else None
 
 
 def most_paired(pairs: Sequence[str]) -> str:
@@ -149,11 +151,14 @@ def _other(pair: str, pivot: str) -> str:
 def translations_of(corpus: Artifact, pair: str, pivot: str) -> dict[str, str]:
     """Return line of the pivot → its (first) translation in the test lines of a pair."""
     found: dict[str, str] = {}
-    sides = (read_lines(corpus, "test", pair, code) for code in (pivot, _other(pair, pivot)))
-    for line, translation in zip(*sides, strict=True):
-        if not is_blank(line):
-            found.setdefault(line.strip(), translation)
+    for line, translation in _lines_with_text(corpus, pivot, _other(pair, pivot)):
+        found.setdefault(line.strip(), translation)
     return found
+
+
+def _lines_with_text(corpus: Artifact, one: str, other: str) -> Iterator[tuple[str, ...]]:
+    sides = (read_lines(corpus, "test", pair_name(one, other), code) for code in (one, other))
+    return (line for line in zip(*sides, strict=True) if not any(map(is_blank, line)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import track
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.analysis.analyze_languages import batch_of, encode
-from pipeline.extensions.analysis.analyze_lengths import total_bytes
+from pipeline.extensions.analysis.analyze_lengths import byte_ratio
 from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.byte_front_ends import AdaMshaConfig
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
@@ -155,12 +155,9 @@ def compare_pairs(
         first, second = name.split("-")
         back = f"{second}-{first}"
         if name == pair_name(first, second) and back in directions:
-            first_bytes, second_bytes = (
-                total_bytes(corpus, name, code) for code in (first, second)
-            )
             pairs[name] = {
                 "divergence": divergence(directions[name]["share"], directions[back]["share"]),
-                "length_ratio": first_bytes / second_bytes if second_bytes else None,
+                "length_ratio": byte_ratio(corpus, first, second),
             }
     return pairs
 

@@ -227,7 +227,7 @@ def _lengths(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> Re
         tables.append(Table("By the tokenizer's pieces", titles, rows))
     return ReportSection(
         f"Lengths in bytes: {name}",
-        f"{measured}; and ratio of bytes to the bytes of {pivot}, over all test lines of a pair.",
+        f"{measured}; and ratio of bytes to the bytes of {pivot}, over the test lines of a pair.",
         figures,
         tables=tuple(tables),
     )

@@ -15,7 +15,7 @@ from pipeline.extensions.byte_front_ends import (
 )
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
 from pipeline.extensions.byte_front_ends.contextualization import Msc, Msha
-from pipeline.extensions.byte_front_ends.ncf_and_wsf import Ncf, NgramConvolution, Wsf
+from pipeline.extensions.byte_front_ends.ncf_and_wsf import Ncf, Wsf
 from pipeline.model.extension import Extension
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -41,10 +41,10 @@ class ByteFrontEnds(Extension):
         return None
 
     def shares_multiplied(self, model: Transformer) -> dict[int, float]:
-        """Return 1 / n for convolutions over n-grams, which run once per n tokens."""
-        return {
-            id(parameter): 1 / module.weight.shape[2]
-            for module in model.modules()
-            if isinstance(module, NgramConvolution)
-            for parameter in module.parameters()
-        }
+        """Return 1 / n for convolutions over n-grams, and the vectors of a token that heads see."""
+        front, times = model.front, dict[nn.Module, float]()
+        if isinstance(front, Ncf):
+            times = {one: 1 / int(order) for order, one in front.orders.items()}
+        if isinstance(front, Msha | AdaMsha):  # queries, keys and values, of one head or of all
+            times = {front: 3.0 * (1 if isinstance(front, Msha) else model.spec.model.num_heads)}
+        return {id(one): number for part, number in times.items() for one in part.parameters()}

@@ -84,6 +84,7 @@ def run(call: StageCall) -> None:
             'Set it to "all".'
         )
     with distributed_world(stacks_dir=call.stacks_dir) as world:
+        call.open_inputs()
         connect(world)
         files = kind.find(call.raw[given[0]].only_path())
         tasks = recipe.section_of(TasksConfig)
@@ -184,6 +185,7 @@ class LabelledData:
             sampling_temperature=recipe.mixture.sampling_temperature,
         )
         self._seed = recipe.training.seed
+        self._max_tokens = recipe.section_of(TasksConfig).max_tokens
         mixture = Mixture.constant(probabilities)
         self._planner = Planner(self.train.offsets, mixture, recipe.batches, seed=self._seed)
 
@@ -214,17 +216,16 @@ class LabelledData:
         return self.valid.evaluation_plan(budget=budget)
 
     def check(self, *, max_positions: int) -> None:
-        """Raise ConfigError without validation examples, or if one exceeds the positions."""
+        """Raise ConfigError without validation examples, or if one may exceed the positions."""
         if not self.valid.offsets:
             raise ConfigError(
                 "The data has no dev file of a language that is trained on, by which to choose the "
                 "best weights. Add dev files for at least one language."
             )
-        longest = max(self.train.longest, self.valid.longest)
-        if longest > max_positions:
+        if self._max_tokens > max_positions:  # if not here, then in a test example
             raise ConfigError(
-                f"An example has {longest} tokens, and the model {max_positions} positions. Lower "
-                "tasks.max_tokens."
+                f"tasks.max_tokens is {self._max_tokens}, and the model has {max_positions} "
+                "positions. Lower it."
             )
 
 
