@@ -110,7 +110,7 @@ def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curv
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
     """Return the pivot of a training and the tier of each of its pairs, if its shards are there."""
     record = checkpoint.manifest.inputs.get("shards")
-    shards = None if record is None else open_recorded(record)
+    shards = None if record is None else open_recorded(record, of=checkpoint)
     training: Any = checkpoint.manifest.config.get("training")
     found: Any = training.get("resource_thresholds") if isinstance(training, dict) else None
     is_usable = isinstance(found, list) and len(found) in (2, 3)
@@ -299,7 +299,7 @@ def checkpoint_of(system: Artifact) -> Artifact | None:
     if system.manifest.kind == "checkpoint":
         return system
     record = system.manifest.inputs.get("checkpoint")
-    return None if record is None else open_recorded(record)
+    return None if record is None else open_recorded(record, of=system)
 
 
 def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
@@ -384,7 +384,7 @@ def _last_run(checkpoint: Artifact) -> str:
     if checkpoint.manifest.stage in TRAINING_STAGES:
         return _run_identity(checkpoint)
     records = filter(_gives_weights, checkpoint.manifest.inputs.values())
-    parents = [open_recorded(record) for record in records]
+    parents = [open_recorded(record, of=checkpoint) for record in records]
     found = {"" if parent is None else _last_run(parent) for parent in parents}
     return found.pop() if len(found) == 1 else ""
 

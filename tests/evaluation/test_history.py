@@ -313,6 +313,24 @@ def test_a_missing_ancestor_makes_the_budget_a_least_one(
     assert "can no longer be found; figures are lower bounds" in notes_of(history)
 
 
+@pytest.mark.parametrize("left", [(), ("dense", "groups")])
+def test_trainings_are_found_in_a_folder_that_was_moved(
+    tmp_path: Path, assembled: Artifact, left: Sequence[str]
+) -> None:
+    """Those that stayed are where they were, too."""
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("dense", "groups", "routed", "whole", "tuned", assembled.directory.name):
+        if name not in left:
+            (tmp_path / name).rename(moved / name)
+    training, curve, missing = trace_training(
+        "x", open_artifact(moved / "translations", kind="translations")
+    )
+    assert (training.complete, training.total.updates, missing) == (True, 9, set())
+    assert curve is not None
+    assert curve.before == 3 + 4
+
+
 def test_runs_of_earlier_versions_counted_no_tokens_and_none_are_made_up(tmp_path: Path) -> None:
     old = training_run(tmp_path / "old", [3.0] * 2, tokens=False)
     new = training_run(tmp_path / "new", [3.0] * 2, {"checkpoint": old}, stage="finetune")
