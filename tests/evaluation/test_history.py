@@ -300,6 +300,34 @@ def test_a_mean_has_spent_what_its_runs_have_and_one_of_two_runs_has_no_last_run
     assert found == ((0, 5) if count == 1 else None)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_mean_of_states_of_a_run_that_went_on_has_spent_what_the_run_has(
+    tmp_path: Path, number: int
+) -> None:
+    """It was to make 3 updates, then 5, and kept more states from then on."""
+    parts: dict[str, Artifact] = {}
+    for update in (3, 5)[-number:]:
+        training = {"updates": update, "keep_last": update, "seed": 1}
+        went_on = [{"after": 3, "from": 3, "to": 5}] if update == 5 else []
+        of_run: dict[str, Any] = {"config": {"name": "run", "training": training}}
+        noted = {"update": update, "replanned": went_on}
+        state = tmp_path / f"state{update}"
+        parts[f"states/{update}"] = artifact(
+            state, "training_state", "pretrain", statistics=noted, **of_run
+        )
+    best = {"update": 4, "replanned": went_on}
+    parts["model"] = artifact(
+        tmp_path / "best", "checkpoint", "pretrain", statistics=best, **of_run
+    )
+    mean = artifact(tmp_path / "mean", "checkpoint", "average", parts)
+    assert trace_training("mean", mean)[0].total.updates == 5
+    longer = {"updates": 5, "keep_last": 5, "seed": 1}
+    config = {"name": "run", "training": longer}
+    other = {"x": training_run(tmp_path / "other", [3.0] * 5, config=config), "y": mean}
+    both = artifact(tmp_path / "both", "checkpoint", "average", other)
+    assert trace_training("both", both)[0].total.updates == 5 + 5, "one began with 5"
+
+
 def test_a_missing_ancestor_makes_the_budget_a_least_one(
     tmp_path: Path, assembled: Artifact
 ) -> None:
