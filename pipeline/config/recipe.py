@@ -314,9 +314,13 @@ def _layers(
     yield "--set", overrides
 
 
-def recipe_layers(name: str) -> list[str]:
-    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; a path may have a + in it."""
-    if name.endswith(".toml") and os.path.isfile(name):  # noqa: PTH113  # a name may be too long
+def recipe_layers(name: str, *, folder: str | Path = "") -> list[str]:
+    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; a path may have a + in it.
+
+    Paths begin at ``folder``.
+    """
+    path = os.path.join(folder, name)  # noqa: PTH118
+    if name.endswith(".toml") and os.path.isfile(path):  # noqa: PTH113  # a name may be too long
         return [name]
     layers: list[str] = []
     for part in name.split("+"):
