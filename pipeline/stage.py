@@ -49,6 +49,8 @@ class Input:
     """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
 
 
+ORDER = "order"
+"""Statistic of an evaluation: its systems in the order given; the first is the baseline."""
 EQUALS = "\\="
 """A "=" of a name, as ``NAME=PATH`` has it."""
 

@@ -14,7 +14,7 @@ from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
 from support.stage_runs import run_stage
 
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import MANIFEST_NAME, Artifact, open_artifact, to_json
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -34,6 +34,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.scores import Column
 from pipeline.evaluation.settings import EvaluationConfig, ScoreName
+from pipeline.jobs.freshness import why_not_done
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate
@@ -344,6 +345,28 @@ def corpus_of_parallel_lines(path: Path, *, shared: bool = True) -> Artifact:
 def with_gaps(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
     """Every third line is not translated, in every direction."""
     return [Hypothesis("" if number % 3 == 0 else text) for number, text in enumerate(references)]
+
+
+@pytest.mark.parametrize("order", ["bac", "acb"])
+def test_systems_in_another_order_are_another_evaluation(
+    tmp_path: Path, corpus: Artifact, order: str
+) -> None:
+    """The first is the baseline, and tables have the order; earlier versions noted none."""
+    answers = {"a": perfect, "b": copied, "c": shuffled}
+    systems = {name: translations(tmp_path / name, corpus, answers[name]) for name in answers}
+
+    def why_not(names: str) -> str | None:
+        call = stage_call(tmp_path / "out", corpus, {name: systems[name] for name in names})
+        digests = {name: record.digest for name, record in call.records.items()}
+        return why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
+
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    assert why_not("abc") is None
+    assert why_not(order) == "the systems are in another order"
+    manifest = made.manifest.model_dump()
+    del manifest["statistics"]["order"]
+    (made.directory / MANIFEST_NAME).write_text(to_json(manifest), encoding="utf-8")
+    assert why_not(order) is None
 
 
 def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ from pipeline.jobs.plan import load_plan, resolve_plan
             "evaluation.language_sets.'L.R.'=['az']",
             {"evaluation": {"language_sets": {"L.R.": ["az"]}}},
         ),
+        (
+            "evaluation.language_sets.'T = 5'=['az']",
+            {"evaluation": {"language_sets": {"T = 5": ["az"]}}},
+        ),
     ],
 )
 def test_a_value_is_toml_or_a_bare_word(text: str, expected: dict[str, Any]) -> None:
@@ -77,7 +81,7 @@ def test_a_later_table_of_names_replaces_an_earlier_one(name: str) -> None:
 def test_overrides_are_written_as_they_are_read() -> None:
     overrides = {
         "training": {"updates": 3, "best_by": "low"},
-        "evaluation": {"language_sets": {"L.R.": ["az", "be"]}},
+        "evaluation": {"language_sets": {"L.R.": ["az", "be"], '"n" >= 50': ["a=b"]}},
         "model": {"moe": {}},
     }
     assert parse_overrides([*override_texts(overrides)]) == overrides

@@ -718,6 +718,30 @@ def test_a_run_whose_lock_another_process_takes_keeps_no_more_translations(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [60, 400])
+def test_an_interrupted_run_goes_on_in_batches_of_another_size(
+    bench: Bench,
+    whole: Bench,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+) -> None:
+    """A plan passes --overwrite, and a command of the user's own does not."""
+    translated = record_translated(monkeypatch)
+    stop_after(3)
+    assert bench.run("out") == EXIT_RUN_AGAIN
+    kept = {*translated}
+    assert 0 < len(kept) < NUM_LINES
+    stop_after(10**6)
+    translated.clear()
+    option = [] if tokens == 60 else ["--overwrite"]
+    assert bench.run("out", "--set", f"decoding.tokens={tokens}", *option) == 0
+    assert kept.isdisjoint(translated)
+    assert len(translated) == NUM_LINES - len(kept)
+    assert_same(bench.found("out"), whole.found("out"))
+
+
+@pytest.mark.slow
 def test_what_was_translated_with_other_settings_is_replaced_only_on_demand(
     bench: Bench,
     whole: Bench,

@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -552,7 +552,7 @@ Follow = Callable[[InputRecord], bool]
 class Lineage:
     """Artifacts by path, each after its inputs, and the inputs that could not be found.
 
-    An input counts only if it is still at the recorded path with the recorded digest.
+    An input counts only if it still has the recorded digest (:func:`open_recorded`).
     """
 
     found: dict[Path, Artifact] = field(default_factory=dict)
@@ -565,7 +565,7 @@ class Lineage:
         if path in self.found:
             return
         for record in filter(follow, artifact.manifest.inputs.values()):
-            parent = open_recorded(record)
+            parent = open_recorded(record, of=artifact)
             if parent is None:
                 self.missing.add(Path(record.path).name)
             else:
@@ -573,16 +573,18 @@ class Lineage:
         self.found[path] = artifact
 
 
-def open_recorded(record: InputRecord) -> Artifact | None:
-    """Open the artifact that a manifest records as an input; None if it is gone or changed."""
-    path = Path(record.path)
-    try:
-        manifest = read_manifest(path)
-    except (ArtifactError, ValueError):  # ValueError: a NUL in the path
-        return None
-    if manifest is None or digest_of_part(manifest, record.splits) != record.digest:
-        return None
-    return Artifact(directory=path, manifest=manifest)
+def open_recorded(record: InputRecord, *, of: Artifact) -> Artifact | None:
+    """Open the artifact that the manifest ``of`` another records; None if it is gone or changed.
+
+    If their folder was moved or copied since, it lies next to the other one.
+    """
+    recorded = Path(record.path)
+    for path in (recorded, of.directory.absolute().parent / recorded.name):
+        with suppress(ArtifactError, ValueError):  # ValueError: a NUL in the path
+            manifest = read_manifest(path)
+            if manifest is not None and digest_of_part(manifest, record.splits) == record.digest:
+                return Artifact(directory=path, manifest=manifest)
+    return None
 
 
 def check_together(*artifacts: Artifact) -> None:

@@ -314,9 +314,13 @@ def _layers(
     yield "--set", overrides
 
 
-def recipe_layers(name: str) -> list[str]:
-    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; a path may have a + in it."""
-    if name.endswith(".toml") and os.path.isfile(name):  # noqa: PTH113  # a name may be too long
+def recipe_layers(name: str, *, folder: str | Path = "") -> list[str]:
+    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; a path may have a + in it.
+
+    Paths begin at ``folder``.
+    """
+    path = os.path.join(folder, name)  # noqa: PTH118
+    if name.endswith(".toml") and os.path.isfile(path):  # noqa: PTH113  # a name may be too long
         return [name]
     layers: list[str] = []
     for part in name.split("+"):
@@ -402,6 +406,8 @@ def _read_recipe(name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- overrides
 
 
+_ASSIGNMENT = re.compile(r"""((?:[^="']|"(?:[^"\\]|\\.)*+"|'[^']*+')*+)=(.*)""", re.DOTALL)
+"""Name and value of a setting; a name in quotes may have a "=", for example ``"n >= 50"``."""
 _BARE_WORD = re.compile(r"[^\s\[{\"'][^\n\r]*")
 """Text that is no TOML value, and that does not begin like one."""
 
@@ -450,8 +456,9 @@ def without_stated(
 
 
 def _parse(text: str) -> dict[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator or "." not in key or not value.strip() or text.count("\n"):
+    assigned = _ASSIGNMENT.fullmatch(text)
+    key, value = assigned.groups() if assigned else ("", "")
+    if "." not in key or not value.strip() or text.count("\n"):
         fix = "Write, for example, --set training.updates=300"
         raise _unusable(text, f"it is not of the form SECTION.SETTING=VALUE. {fix}")
     if key.count(".") > MAX_TOML_DOTS:

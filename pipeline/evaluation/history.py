@@ -19,10 +19,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeGuard, get_args
 
-from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
+from pipeline.artifacts.artifact import (
+    Artifact,
+    InputRecord,
+    Lineage,
+    Manifest,
+    json_digest,
+    open_recorded,
+)
 from pipeline.artifacts.corpus import Resource, pair_name, tiers_of
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import is_count, read_json_lines
+from pipeline.config.ds_config import UNDECIDING_KEYS
+from pipeline.config.recipe import DECIDE_NOTHING, without_settings
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, line_chart
@@ -110,7 +119,7 @@ def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curv
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
     """Return the pivot of a training and the tier of each of its pairs, if its shards are there."""
     record = checkpoint.manifest.inputs.get("shards")
-    shards = None if record is None else open_recorded(record)
+    shards = None if record is None else open_recorded(record, of=checkpoint)
     training: Any = checkpoint.manifest.config.get("training")
     found: Any = training.get("resource_thresholds") if isinstance(training, dict) else None
     is_usable = isinstance(found, list) and len(found) in (2, 3)
@@ -299,7 +308,7 @@ def checkpoint_of(system: Artifact) -> Artifact | None:
     if system.manifest.kind == "checkpoint":
         return system
     record = system.manifest.inputs.get("checkpoint")
-    return None if record is None else open_recorded(record)
+    return None if record is None else open_recorded(record, of=system)
 
 
 def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
@@ -373,10 +382,29 @@ def _gives_weights(record: InputRecord) -> bool:
 
 
 def _run_identity(artifact: Artifact) -> str:
-    """Return a digest that all checkpoints and training states of one run share."""
+    """Return a digest that all checkpoints and training states of one run share.
+
+    A run may go on with settings that change no update, and to another number of updates.
+    """
     manifest = artifact.manifest
     inputs = {name: record.digest for name, record in manifest.inputs.items()}
-    return json_digest([manifest.stage, manifest.config, inputs])
+    config = without_settings(manifest.config, _MAY_CHANGE)
+    return json_digest([manifest.stage, config, _first_planned(manifest), inputs])
+
+
+_MAY_CHANGE = (
+    *DECIDE_NOTHING,
+    *(f"ds_config.{key}" for key in UNDECIDING_KEYS),
+    "training.updates",
+)
+
+
+def _first_planned(manifest: Manifest) -> object:
+    """Return the number of updates that a run began with."""
+    changes, training = manifest.statistics.get("replanned"), manifest.config.get("training")
+    if isinstance(changes, list) and changes and isinstance(changes[0], dict):
+        return changes[0].get("from")
+    return training.get("updates") if isinstance(training, dict) else None
 
 
 def _last_run(checkpoint: Artifact) -> str:
@@ -384,7 +412,7 @@ def _last_run(checkpoint: Artifact) -> str:
     if checkpoint.manifest.stage in TRAINING_STAGES:
         return _run_identity(checkpoint)
     records = filter(_gives_weights, checkpoint.manifest.inputs.values())
-    parents = [open_recorded(record) for record in records]
+    parents = [open_recorded(record, of=checkpoint) for record in records]
     found = {"" if parent is None else _last_run(parent) for parent in parents}
     return found.pop() if len(found) == 1 else ""
 

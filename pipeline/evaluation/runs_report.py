@@ -99,7 +99,8 @@ class ComparedRuns:
         self.evaluations[title] = evaluation
         inputs = evaluation.manifest.inputs
         for key in (key for key in inputs if key.startswith(SYSTEMS)):
-            run, translations = key.removeprefix(SYSTEMS), open_recorded(inputs[key])
+            run = key.removeprefix(SYSTEMS)
+            translations = open_recorded(inputs[key], of=evaluation)
             if translations is None:
                 self.left_out.append(f"{prefix}{run} (its translations have moved or changed)")
                 continue

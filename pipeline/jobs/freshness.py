@@ -41,7 +41,7 @@ from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import ResolvedPlan, Task, manifest_of
-from pipeline.stage import Stage, StageCall
+from pipeline.stage import ORDER, Stage, StageCall
 from pipeline.terminal import an_artifact, counted
 
 _SHOWN_CHANGES = 3
@@ -59,7 +59,7 @@ def why_not_done(
         problem = why_not_ours(out_dir) if out_dir.exists() else None
         return f"its folder {problem}" if problem else "missing"
     key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
-    if manifest.key == key:
+    if manifest.key == key and not _is_reordered(manifest, digests):
         return None
     if stage.makes == "shards" and "shards" in config:
         limit = config["shards"]["max_tokens"]
@@ -89,9 +89,20 @@ def changes_since(
             changes.append(f"input {name} is gone")
         elif manifest.inputs[name].digest != digests[name]:
             changes.append(f"input {name} changed")
+    if not changes and _is_reordered(manifest, digests):
+        changes.append("the systems are in another order")
     if manifest.format_version != FORMAT_VERSION[stage.makes]:
         changes.append(f"format version: {manifest.format_version} → {FORMAT_VERSION[stage.makes]}")
     return changes
+
+
+def _is_reordered(manifest: Manifest, digests: Mapping[str, str]) -> bool:
+    """Return whether the systems of an evaluation are in another order, which names its baseline.
+
+    Evaluations of earlier versions noted no order; the inputs of a manifest are sorted.
+    """
+    names = [name.partition("/")[2] for name in digests if name.startswith("systems/")]
+    return bool(manifest.statistics.get(ORDER, names) != names)
 
 
 def reason_to_run(resolved: ResolvedPlan, task: Task) -> str | None:

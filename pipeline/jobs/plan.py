@@ -234,7 +234,8 @@ def load_plan(name_or_path: str) -> Plan:
             f"{where}: its name {plan.name!r} {problem}, and it names a folder. Write another."
         )
     for name, stage in plan.stages.items():
-        recipe = "+".join(beside(layer, path) for layer in recipe_layers(stage.recipe))
+        layers = recipe_layers(stage.recipe, folder=path.parent)
+        recipe = "+".join(beside(layer, path) for layer in layers)
         places = {"recipe": recipe, "ds_config": beside(stage.ds_config, path)}
         plan.stages[name] = stage.model_copy(update=places)
         _check_stage(plan, name)

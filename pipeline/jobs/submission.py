@@ -348,11 +348,13 @@ def work_digest(resolved: ResolvedPlan, task: Task) -> str:
         if source.startswith("$"):
             given = resolved.given[source[1:]]
             places[key] = [str(p.resolve()) for p in given.named(key).values()] or given.values
+    order = [key for key in sources if key.startswith("systems/")]
     return json_digest(
         {
             "stage": task.stage.name,
             "settings": task.stage.deciding(task.config),
             "inputs": {**sources, **places},
+            **({"order": order} if len(order) > 1 else {}),
         }
     )
 

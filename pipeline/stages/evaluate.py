@@ -37,7 +37,7 @@ from pipeline.evaluation.scores import Evaluation, describe_directions
 from pipeline.evaluation.scoring import check_inputs, score_systems, shared_directions
 from pipeline.evaluation.tables import ReportSection, Table, render_html, render_markdown
 from pipeline.extensions.installed import INSTALLED
-from pipeline.stage import StageCall
+from pipeline.stage import ORDER, StageCall
 from pipeline.terminal import counted, listed, text_table
 
 
@@ -58,6 +58,7 @@ def run(call: StageCall) -> None:
     folders = sorted({f"{one.directory.parent}" for one in call.many("systems").values()})
     covers = f"Covers the test lines of {corpus.directory}; systems in {listed(folders)}."
     with call.new_artifact() as writer, TemporaryDirectory(dir=writer.directory) as work:
+        writer.statistics[ORDER] = [*call.many("systems")]
         if call.recipe.evaluation.nearest_neighbor:
             call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
         systems = call.many("systems")

@@ -47,7 +47,7 @@ from pipeline.artifacts.run_folders import (
 )
 from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
-from pipeline.config.recipe import describe_change, with_defaults
+from pipeline.config.recipe import describe_change, with_defaults, without_settings
 from pipeline.config.settings import Route
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import Progress
@@ -382,7 +382,9 @@ def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, ob
         return {}
     if not isinstance(settings, dict):
         return {}
-    return {"settings": with_defaults(settings, sections=sections), "inputs": inputs}
+    completed = with_defaults(settings, sections=sections)
+    # A run may go on in batches of another size: a translation does not depend on its batch.
+    return {"settings": without_settings(completed, ["decoding.tokens"]), "inputs": inputs}
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:

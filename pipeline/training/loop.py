@@ -245,7 +245,7 @@ class TrainingRun:
     def _keep_if_best(self, found: ValidationResult) -> None:
         self.position, is_best = judge(self.position, found.perplexity)
         if is_best:
-            self.saving.save_best(self.position, found)
+            self.saving.save_best(self.position, found, replanned=self.resumed.replanned)
 
     def _save_if_due(self) -> None:
         self.run_directory.publish_written()

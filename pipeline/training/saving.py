@@ -248,9 +248,19 @@ class Saving:
             updates_kept=updates_kept(training, update=position.update, is_end=is_done),
         )
 
-    def save_best(self, position: Position, found: ValidationResult) -> None:
+    def save_best(
+        self,
+        position: Position,
+        found: ValidationResult,
+        *,
+        replanned: Sequence[Mapping[str, int]] = (),
+    ) -> None:
         """Write the current weights as the weights of the best validation."""
-        best = {"update": position.best_update, "perplexity": position.best_perplexity}
+        best = {
+            "update": position.best_update,
+            "perplexity": position.best_perplexity,
+            **({"replanned": replanned} if replanned else {}),
+        }
         self._save_weights(self._run_directory.best_dir, best, found.routing)
 
     def save_mean(self, averaged: Sequence[int], found: ValidationResult) -> None:

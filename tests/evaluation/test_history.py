@@ -317,6 +317,34 @@ def test_a_mean_has_spent_what_its_runs_have_and_one_of_two_runs_has_no_last_run
     assert found == ((0, 5) if count == 1 else None)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_mean_of_states_of_a_run_that_went_on_has_spent_what_the_run_has(
+    tmp_path: Path, number: int
+) -> None:
+    """It was to make 3 updates, then 5, and kept more states from then on."""
+    parts: dict[str, Artifact] = {}
+    for update in (3, 5)[-number:]:
+        training = {"updates": update, "keep_last": update, "seed": 1}
+        went_on = [{"after": 3, "from": 3, "to": 5}] if update == 5 else []
+        of_run: dict[str, Any] = {"config": {"name": "run", "training": training}}
+        noted = {"update": update, "replanned": went_on}
+        state = tmp_path / f"state{update}"
+        parts[f"states/{update}"] = artifact(
+            state, "training_state", "pretrain", statistics=noted, **of_run
+        )
+    best = {"update": 4, "replanned": went_on}
+    parts["model"] = artifact(
+        tmp_path / "best", "checkpoint", "pretrain", statistics=best, **of_run
+    )
+    mean = artifact(tmp_path / "mean", "checkpoint", "average", parts)
+    assert trace_training("mean", mean)[0].total.updates == 5
+    longer = {"updates": 5, "keep_last": 5, "seed": 1}
+    config = {"name": "run", "training": longer}
+    other = {"x": training_run(tmp_path / "other", [3.0] * 5, config=config), "y": mean}
+    both = artifact(tmp_path / "both", "checkpoint", "average", other)
+    assert trace_training("both", both)[0].total.updates == 5 + 5, "one began with 5"
+
+
 def test_a_missing_ancestor_makes_the_budget_a_least_one(
     tmp_path: Path, assembled: Artifact
 ) -> None:
@@ -328,6 +356,24 @@ def test_a_missing_ancestor_makes_the_budget_a_least_one(
     assert trained_for(history, "mmnmt") == "at least 5 updates"
     assert budget_tables(history)["All trainings"].rows[0].texts[3] == "≥ 5"
     assert "can no longer be found; figures are lower bounds" in notes_of(history)
+
+
+@pytest.mark.parametrize("left", [(), ("dense", "groups")])
+def test_trainings_are_found_in_a_folder_that_was_moved(
+    tmp_path: Path, assembled: Artifact, left: Sequence[str]
+) -> None:
+    """Those that stayed are where they were, too."""
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("dense", "groups", "routed", "whole", "tuned", assembled.directory.name):
+        if name not in left:
+            (tmp_path / name).rename(moved / name)
+    training, curve, missing = trace_training(
+        "x", open_artifact(moved / "translations", kind="translations")
+    )
+    assert (training.complete, training.total.updates, missing) == (True, 9, set())
+    assert curve is not None
+    assert curve.before == 3 + 4
 
 
 def test_runs_of_earlier_versions_counted_no_tokens_and_none_are_made_up(tmp_path: Path) -> None:

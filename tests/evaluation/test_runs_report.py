@@ -324,6 +324,23 @@ def test_an_evaluation_brings_its_scores_and_systems_and_names_those_that_are_go
     assert "gone (its translations have moved or changed)" in said(page)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_evaluation_in_a_folder_that_was_moved_brings_its_systems(
+    tmp_path: Path, parts: int
+) -> None:
+    folder, inputs = tmp_path / "plan", dict[str, Artifact]()
+    for number in range(parts):
+        run = training_run(folder / f"run{number}", [3.0, 2.0 - number])
+        made = {"checkpoint": run}
+        lines = artifact(folder / f"lines{number}", "translations", "translate", made)
+        inputs[f"systems/s{number}"] = lines
+    evaluation_of(folder / "scores", inputs)
+    folder.rename(tmp_path / "moved")
+    page = report(tmp_path, str(tmp_path / "moved" / "scores"))
+    assert names_in(page, "Validation losses") == [f"s{number}" for number in range(parts)]
+    assert "Notes" not in titles(page), "nothing is left out"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"significance": {"averages": {"into_pivot": 3}}}'])
 def test_damaged_scores_cost_the_scores_alone(tmp_path: Path, text: str) -> None:
     made = evaluation_of(tmp_path / "scores", {}, text)

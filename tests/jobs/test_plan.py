@@ -313,6 +313,15 @@ def test_files_that_a_plan_names_lie_beside_it(
     assert resolved[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
 
 
+@pytest.mark.parametrize("name", ["a+b.toml", "demo_moe+b.toml"])
+def test_a_recipe_beside_a_plan_may_have_a_plus_in_its_name(setup: Setup, name: str) -> None:
+    (setup.folder / name).write_text(RECIPE.replace("max_tokens = 16", "max_tokens = 7"))
+    setup.plan_path.write_text(PLAN.format(recipe=name))
+    assert setup.resolved().tasks[1].config["shards"]["max_tokens"] == 7
+    overlay = setup.resolved(overlay="smoke").tasks[2]
+    assert overlay.config["training"]["updates"] == load_recipe("demo_moe+smoke").training.updates
+
+
 def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     with setup.plan_path.open("a") as stream:
         for name, stage, inputs in (("a", "count", 'corpus = "b"'), ("b", "loop", 'shards = "a"')):

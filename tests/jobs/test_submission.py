@@ -137,6 +137,23 @@ def needed(slurm: FakeSlurm) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_an_evaluation_of_systems_in_another_order_is_submitted_anew(out: Path, names: str) -> None:
+    """The first is the baseline."""
+
+    def placed(names: str) -> ResolvedPlan:
+        systems = ", ".join(f'{name} = "translate"' for name in names)
+        path = out.with_name("graph.toml")
+        path.write_text(GRAPH.replace('dense = "translate"', systems), encoding="utf-8")
+        return resolve_plan(load_plan(str(path)), out_dir=out, auto="cpu_fp32")
+
+    before, again, after = (submit(placed(one)) for one in (names, names, names[::-1]))
+    assert [line for line in again if "waits as job" not in line] == []
+    assert [line for line in after if "waits as job" not in line] == after[-1:]
+    assert after[-1].startswith("evaluation: submitted as job"), before
+
+
 def test_every_job_waits_for_the_stages_it_reads_from(slurm: FakeSlurm, out: Path) -> None:
     resolved = graph(out)
     submit(resolved)

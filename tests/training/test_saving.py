@@ -178,6 +178,11 @@ def test_a_state_holds_the_position_and_older_states_go(tmp_path: Path) -> None:
     assert read_position(state) == Position(update=4, seconds=1.5)
     assert state.statistics == {"update": 4, "replanned": [change]}
     assert state.read_json(SHAPES_FILE) == {"weight": [3, 2]}
+    for changes, noted in (([], {}), ([change], {"replanned": [change]})):
+        at = Position(best_update=4, best_perplexity=3.0)
+        one.save_best(at, validated(), replanned=changes)
+        best = open_artifact(directory.best_dir, kind="checkpoint")
+        assert best.statistics == {"update": 4, "perplexity": 3.0, **noted}
 
 
 def publish(

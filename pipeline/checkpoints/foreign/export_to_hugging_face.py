@@ -462,7 +462,7 @@ class Card:
         """Return whether a system's translations are recorded as made by this checkpoint."""
         assert self.scores is not None
         record = self.scores.manifest.inputs.get(f"systems/{system}")
-        translations = open_recorded(record) if record else None
+        translations = open_recorded(record, of=self.scores) if record else None
         used = translations.manifest.inputs.get("checkpoint") if translations else None
         return used is not None and used.digest == self.checkpoint.digest
 

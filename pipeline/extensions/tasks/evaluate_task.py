@@ -20,7 +20,7 @@ from pipeline.evaluation.averages import RUN_MARK, group_runs, mean_scores
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.token_classifier import Scores, TaskKind, TaskModel, TaskSpec
-from pipeline.stage import StageCall
+from pipeline.stage import ORDER, StageCall
 from pipeline.terminal import counted
 
 
@@ -55,6 +55,7 @@ def run(call: StageCall) -> None:
         text = markdown(reports, kind=kind, examples=examples, skipped=skipped)
         writer.write_json("scores.json", document)
         writer.path("report.md").write_text(text, encoding="utf-8")
+        writer.statistics[ORDER] = [*systems]
         writer.statistics["systems"] = {report.name: report.mean for report in reports}
         writer.summary.append(
             f"{counted(len(reports), 'system')} scored on "
