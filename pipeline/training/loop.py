@@ -111,6 +111,8 @@ class TrainingRun:
             AgreedStop: a rank was asked to stop; the state is saved.
             ConfigError: a GPU has too little memory.
         """
+        # cuDNN may otherwise add up the gradients of byte front ends in no fixed order.
+        torch.backends.cudnn.deterministic = True
         with self.run_directory.locked(), self.profiling:
             self._resume()
             try:
