@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -92,14 +93,15 @@ class ListedKeys:
         room = FEWEST_POSITIONS * rows, memory_ND.shape[1]
         self.pasts: list[_Listed] = []
         self.sources: list[_Listed] = []
+        this = proxy(self)  # a cycle would keep the entries until garbage is collected
         for layer in layers:
             own, cross = layer.self_attention, layer.cross_attention
             key_PD = memory_ND.new_empty(room, dtype=torch.float32)
             empty = key_PD, torch.empty_like(key_PD)
-            self.pasts.append(_Listed(self, own.num_heads, *empty, is_past=True))
+            self.pasts.append(_Listed(this, own.num_heads, *empty, is_past=True))
             key_ND, value_ND = (project(p, memory_ND, tokens) for p in (cross.key, cross.value))
             packed = key_ND.float(), value_ND.float()
-            self.sources.append(_Listed(self, cross.num_heads, *packed, is_past=False))
+            self.sources.append(_Listed(this, cross.num_heads, *packed, is_past=False))
         pairs = zip(self.pasts, self.sources, strict=True)
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
 
@@ -237,13 +239,14 @@ class GridKeys:
         self.taken = 0
         """Number of entries for which :meth:`make_room` was called."""
         pasts, sources = [], []
+        this = proxy(self)  # a cycle would keep a GPU's memory until garbage is collected
         for layer in layers:
             own, cross = layer.self_attention, layer.cross_attention
             empty_BHPK = own.heads(memory_ND.new_zeros(batch, 0, width))
             source = cross.keys(memory_ND, packing, tokens)
-            pasts.append(_Entries(self, own, empty_BHPK, empty_BHPK, is_past=True))
+            pasts.append(_Entries(this, own, empty_BHPK, empty_BHPK, is_past=True))
             both = source.key_BHSK.contiguous(), source.value_BHSK.contiguous()
-            sources.append(_Entries(self, cross, *both, is_past=False))
+            sources.append(_Entries(this, cross, *both, is_past=False))
         self._use(pasts, sources)
 
     def _use(self, pasts: "list[_Entries]", sources: "list[_Entries]") -> None:
@@ -258,8 +261,8 @@ class GridKeys:
         new.source_BS, new.is_full = self.source_BS.new_zeros(batch, positions), False
         new.made = torch.zeros_like(self.made)
         new._use(
-            [one.blank(new, batch, rows * positions) for one in self.pasts],
-            [one.blank(new, batch, positions) for one in self.sources],
+            [one.blank(proxy(new), batch, rows * positions) for one in self.pasts],
+            [one.blank(proxy(new), batch, positions) for one in self.sources],
         )
         return new
 

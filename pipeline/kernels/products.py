@@ -24,7 +24,11 @@ NO_AVX512 = ("DEFAULT", "AVX2")
 """PyTorch's names of x86 capabilities with which MKL's products of few rows beat oneDNN's."""
 
 GROUPED_CAPABILITY = (9, 0)
-"""Lowest CUDA capability with a fast grouped product; on older GPUs it is a loop on the host."""
+"""Lowest CUDA capability with a fast grouped product."""
+
+GROUPED_MAJORS = (9, 10)
+"""Major numbers of capabilities with it: Hopper, and Blackwell of data centers. On other GPUs, for
+example an RTX 5090 (12.0), PyTorch loops on the host, which waits for the sizes of the groups."""
 
 GROUPED_MULTIPLE = 8
 """Row widths for ``torch.nn.functional.grouped_mm``: multiples of 16 bytes, 8 bfloat16 values."""
@@ -158,14 +162,15 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Return whether PyTorch has a fast grouped product: for bfloat16, on Hopper and later GPUs.
+    """Return whether PyTorch has a fast grouped product: for bfloat16, on :data:`GROUPED_MAJORS`.
 
     PyTorch's own check of shapes refuses float32. ``capability``: by default the device's.
     """
     if capability is None:
         is_cuda = x.device.type == "cuda"
         capability = torch.cuda.get_device_capability(x.device) if is_cuda else _meta.get()
-    return x.dtype == torch.bfloat16 and capability is not None and capability >= GROUPED_CAPABILITY
+    is_fast = capability is not None and capability[0] in GROUPED_MAJORS
+    return x.dtype == torch.bfloat16 and is_fast
 
 
 _meta: ContextVar[tuple[int, int] | None] = ContextVar("meta", default=GROUPED_CAPABILITY)

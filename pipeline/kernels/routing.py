@@ -62,9 +62,14 @@ def choose_experts(
     options: dict[str, Any] = {
         **{"top_k": top_k, "is_renormalized": is_renormalized, "shares": shares}
     }
-    if is_fused(logits_NE):
+    if _is_fused(logits_NE):
         return choose_by_kernels(logits_NE, **options)
     return choose_by_operators(logits_NE, **options)
+
+
+def _is_fused(logits: Tensor) -> bool:
+    """Return whether kernels, which read float32, serve these logits: a router may have others."""
+    return logits.dtype == torch.float32 and is_fused(logits)
 
 
 def choose_by_operators(
@@ -251,7 +256,7 @@ def kept_softmax(logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
 class _KeptSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
-        if is_fused(logits_NC):
+        if _is_fused(logits_NC):
             logits_NC, num_tokens = logits_NC.contiguous(), len(logits_NC)
             weight_NC, num_choices = torch.empty_like(logits_NC), logits_NC.shape[1]
             options = {"CHOICES": num_choices, "TOKENS": 128, "BLOCK": power_of_two(num_choices)}

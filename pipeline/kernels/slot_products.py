@@ -3,8 +3,8 @@
 A slot is a matrix of a stacked parameter. The rows of a sentence are contiguous and have the same
 slot. A GPU knows which slots a batch uses, and the host does not. There are three forms:
 
-- :class:`SortedRows`: rows in the order of their slots, for grouped products (bfloat16 on Hopper
-  and later GPUs). The host does not wait: operators and shapes depend only on the size of a batch.
+- :class:`SortedRows`: rows in the order of their slots, for grouped products (bfloat16 on some
+  GPUs). The host does not wait: operators and shapes depend only on the size of a batch.
 - :class:`BlockedRows`: blocks of equally many rows, each with one matrix, for batched products.
   They serve every GPU, dtype and width, and copy a matrix per block for the time of a product.
   Where this is little, the host does not wait either, and takes the most blocks that a batch can

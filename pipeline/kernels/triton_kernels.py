@@ -222,7 +222,9 @@ def cross_entropy(
     normalizer = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
     plain = normalizer - tl.sum(of_label, 0)
     uniform = normalizer - tl.sum(plain_sum, 0) / VOCABULARY
-    tl.store(losses_2N + n, (1.0 - smoothing) * plain + smoothing * uniform)
+    # Without smoothing, the mean may be infinite: logits of padding are as low as numbers go.
+    smoothed = tl.where(smoothing == 0.0, plain, (1.0 - smoothing) * plain + smoothing * uniform)
+    tl.store(losses_2N + n, smoothed)
     tl.store(losses_2N + tl.num_programs(0) + n, plain)
     if gradient is not None:
         d_row = gradient + n * d_stride

@@ -53,7 +53,8 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
     """Train a model for a task and write the stage's artifact; all ranks call this.
 
     Raises:
-        ConfigError: ``training.updates_of`` is not ``tokens``, and the task is not translation.
+        ConfigError: ``training.updates_of`` is not ``tokens``, and the task is not translation, or
+            a GPU has too little memory.
     """
     recipe = call.recipe
     if recipe.training.updates_of != "tokens":
@@ -63,7 +64,15 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
         )
     task.data.check(max_positions=model.spec.model.max_positions)
     optimizer = partial(make_optimizer, config=recipe.optimizer)
-    engine = Engine(model, recipe, world=world, ds_config=call.ds_config, make_optimizer=optimizer)
+    try:
+        engine = Engine(
+            model, recipe, world=world, ds_config=call.ds_config, make_optimizer=optimizer
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{call.out_dir}: a GPU has too little memory for the weights and the optimizer's "
+            "state. Use more processes, or the ds_config zero2_bf16_offload."
+        ) from error
     TrainingRun(call, engine, task, world=world).run()
 
 
@@ -102,6 +111,8 @@ class TrainingRun:
             AgreedStop: a rank was asked to stop; the state is saved.
             ConfigError: a GPU has too little memory.
         """
+        # cuDNN may otherwise add up the gradients of byte front ends in no fixed order.
+        torch.backends.cudnn.deterministic = True
         with self.run_directory.locked(), self.profiling:
             self._resume()
             try:

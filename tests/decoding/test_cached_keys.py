@@ -1,12 +1,19 @@
 """Tests of pipeline/decoding/cached_keys.py."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from support.searched_models import Kind, model_of, rounded, translate
 from support.tiny_models import EOS_ID, random_examples
 
 from pipeline.batching.batch import Packing
-from pipeline.decoding.cached_keys import GridKeys, ListedKeys, cached_keys
+from pipeline.decoding import cached_keys as module
+from pipeline.decoding.beam_search import Search
+from pipeline.decoding.cached_keys import CachedKeys, GridKeys, ListedKeys, cached_keys
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.sampling import sample
 from pipeline.decoding.settings import DecodingConfig
@@ -52,3 +59,29 @@ def test_states_that_loops_do_not_read_are_kept_in_a_grid() -> None:
         assert isinstance(cached_keys(layers, states_ND, packing, tokens), GridKeys)
     model.double()
     assert isinstance(cached_keys(layers, states_ND.double(), packing, tokens), GridKeys)
+
+
+@pytest.mark.parametrize("kind", [ListedKeys, GridKeys])
+def test_the_memory_of_a_search_is_free_at_its_end(
+    kind: type[ListedKeys] | type[GridKeys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be most of a GPU's, and garbage is collected after many searches only."""
+    model, made = model_of("dense"), weakref.WeakSet[CachedKeys]()
+    source = Source([5, 6, 7, EOS_ID], (2, 4), 0, 1)
+
+    def noted(*given: Any) -> CachedKeys:
+        keys = cached_keys(*given)
+        made.add(keys)
+        return keys
+
+    monkeypatch.setattr(module, "cached_keys", noted)
+    with nullcontext() if kind is ListedKeys else sparing_loops(), torch.inference_mode():
+        gc.disable()
+        try:
+            search = Search(model, [source, source], DecodingConfig(), eos_id=EOS_ID)
+            assert [type(keys) for keys in made] == [kind]
+            search.run()
+            del search
+            assert not made
+        finally:
+            gc.enable()

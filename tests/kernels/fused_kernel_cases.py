@@ -266,6 +266,17 @@ def test_cross_entropy_equals_pytorch(
         assert not gradient(given)[:, vocabulary:].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_very_low_logits_of_padding_leave_the_loss_a_number(dtype: torch.dtype) -> None:
+    """A reader has them, and no smoothing: their sum is infinite."""
+    logits_LV, labels_L = torch.randn(3, 20).to(dtype), torch.tensor([1, 0, 2])
+    logits_LV[:, 5:] = torch.finfo(dtype).min / 2
+    losses = summed_cross_entropy(logits_LV, labels_L)
+    expected = F.cross_entropy(logits_LV[:, :5].float(), labels_L, reduction="sum")
+    for loss in losses:
+        assert_close(loss, expected, tolerance=1e-5)
+
+
 def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
     padded, labels_L = torch.randn(5, 64), torch.randint(0, 50, (5,))
     given = padded.requires_grad_()

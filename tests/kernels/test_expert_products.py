@@ -33,12 +33,15 @@ def test_a_model_of_experts_is_checked_when_it_is_built_and_a_dense_one_is_not()
     [
         (torch.bfloat16, (9, 0), True),
         (torch.bfloat16, (10, 0), True),
+        (torch.bfloat16, (10, 3), True),
+        (torch.bfloat16, (11, 0), False),  # PyTorch's loop on the host: no graph records it
+        (torch.bfloat16, (12, 0), False),
         (torch.bfloat16, (8, 0), False),
         (torch.float32, (9, 0), False),
         (torch.float16, (9, 0), False),
     ],
 )
-def test_grouped_products_are_for_bfloat16_on_cards_from_hopper_on(
+def test_grouped_products_are_for_bfloat16_on_the_cards_that_have_them(
     dtype: torch.dtype, capability: tuple[int, int], is_grouped: bool
 ) -> None:
     assert has_grouped_products(torch.empty(1, dtype=dtype), capability=capability) == is_grouped

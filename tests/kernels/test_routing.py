@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.kernels.launching import launches_counted_by
 from pipeline.kernels.routing import averaged_logits, kept_softmax, kept_weights
 from pipeline.model.moe.routing import choose
 from pipeline.model.settings import CombineWeights
@@ -108,3 +109,24 @@ def test_logits_of_averaged_routers_are_the_average_of_their_logits(num_groups: 
         results.append([found_NE, x_ND.grad, weight_ED.grad, weight_GED.grad])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        (torch.float32, ["choose_experts", "average_balance", "kept_softmax"]),
+        (torch.bfloat16, []),
+        (torch.float16, []),
+    ],
+)
+def test_a_gpu_serves_a_router_in_half_precision_by_operators(
+    dtype: torch.dtype, kernels: list[str]
+) -> None:
+    """The kernels read the bits of float32; the meta device stands for a GPU."""
+    launched: list[str] = []
+    logits_NE = torch.empty(9, 4, device="meta", dtype=dtype)
+    with launches_counted_by(lambda name, *_: launched.append(name)):
+        routing = choose(logits_NE, top_k=2)
+        kept_softmax(logits_NE[:, :2], torch.empty(9, 2, dtype=torch.bool, device="meta"))
+    assert launched == kernels
+    assert (routing.claim_N is None) == (not kernels)

@@ -751,3 +751,25 @@ def test_thresholds_decide_a_model_only_where_a_tier_does() -> None:
     for best_by, decides in (("all", False), ("low", True)):
         config = make_call("pretrain", make_recipe(best_by=best_by), {}, Path("unused")).config
         assert ("resource_thresholds" in stage.deciding(config)["training"]) == decides
+
+
+def convolutions_of(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> list[bool]:
+    """Whether cuDNN may only add in a fixed order, in each update of a training."""
+    chosen: list[bool] = []
+    step = Engine.train_step
+
+    def noting(*given: Any, **options: Any) -> StepResult:
+        chosen.append(torch.backends.cudnn.deterministic)
+        return step(*given, **options)
+
+    torch.backends.cudnn.deterministic = False
+    with mock.patch.object(Engine, "train_step", noting):
+        assert pretrain(world, inputs, out_dir, recipe) == "done"
+    return chosen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_convolutions_on_a_gpu_repeat_bit_for_bit(train: Train, tmp_path: Path, ranks: int) -> None:
+    recipe = make_recipe(expert_parallel_size=1)
+    found = train(tmp_path / "model", recipe, ranks=ranks, by=convolutions_of)
+    assert found == [[True] * UPDATES] * ranks

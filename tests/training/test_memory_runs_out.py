@@ -112,3 +112,28 @@ def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
         f"{out_dir}: a GPU has too little memory for a pass of {micro_batches}. Set {fewer}"
         "training.recompute_layers to true or batches.tokens to less."
     )
+
+
+def with_no_memory_for(
+    world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, *, ds_config: str, part: str
+) -> str:
+    """Return how training ended where a part of the engine finds no memory."""
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    with mock.patch(f"pipeline.training.engine.{part}", side_effect=full):
+        try:
+            return pretrain(world, inputs, out_dir, recipe, ds_config=ds_config)
+        except ConfigError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("part", ["deepspeed.initialize", "FlatGradients"])
+def test_one_sentence_says_what_to_do_where_the_optimizer_has_no_memory(
+    train: Train, tmp_path: Path, part: str
+) -> None:
+    [ended] = train(
+        tmp_path / "model", ranks=1, ds_config="cpu_fp32", by=with_no_memory_for, part=part
+    )
+    assert ended == (
+        f"{tmp_path / 'model'}: a GPU has too little memory for the weights and the optimizer's "
+        "state. Use more processes, or the ds_config zero2_bf16_offload."
+    )

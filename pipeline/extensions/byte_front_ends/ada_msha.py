@@ -124,9 +124,8 @@ class AdaMsha(Contextualization):
         """Return the unscaled embedding of each token's source language, split into heads."""
         if not self.config.language_vector:
             return None
-        tokens = source.tokens
-        ids_B = self.language_token_L.index_select(0, tokens.source_language_B)
-        lid_ND = source.embedding.rows(ids_B).index_select(0, tokens.sentence_N)
+        ids_N = self.language_token_L.index_select(0, source.tokens.source_language_N)
+        lid_ND = source.embedding.rows(ids_N)  # its gradient has a fixed order, on GPUs, too
         lid_NHK: Tensor = lid_ND.unflatten(1, (self._heads, -1))
         return lid_NHK
 

@@ -398,3 +398,17 @@ def test_the_mixture_of_ngrams_starts_as_pytorchs_linear_layer_of_four_inputs() 
     assert theirs.abs().max() <= 0.5
     assert found.std() == pytest.approx(float(theirs.std()), rel=0.06)
     assert abs(float(found.mean())) < 0.03
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_gradient_of_a_languages_vector_is_summed_in_a_fixed_order(top_k: int) -> None:
+    """On a GPU, that of rows that are selected more than once is not: labels select each once."""
+    model = double_model(spec_with(FRONTS["ada-msha +lid"] | {"top_k": top_k})).train()
+    batch = random_batch(model.spec, sentences=5, seed=2)
+    nodes, found = [model(batch).logits_LV.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    assert [node.name() for node in found].count("IndexSelectBackward0") == 1
