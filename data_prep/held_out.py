@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_name
+from pipeline.artifacts.corpus import (
+    Split,
+    iterate_lines,
+    languages,
+    line_counts,
+    meant_languages,
+    text_name,
+)
 from pipeline.artifacts.spelling import visible
 
 HELD_OUT_SPLITS: tuple[Split, ...] = ("valid", "test")
@@ -73,6 +80,8 @@ class HeldOutSet:
     split: Split
     size: int
     """Number of lines."""
+    meant: Mapping[str, str]
+    """Language of its corpus → language of the training lines that its lines are compared with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +95,11 @@ def held_out_sets(corpus: Artifact, tests: Mapping[str, Artifact]) -> HeldOutSet
     """Return the held-out sets of a corpus, and of others by name, after a check of their files."""
     found = []
     for prefix, one in {"": corpus, **{f"{name}:": test for name, test in tests.items()}}.items():
+        meant = meant_languages(one, languages(corpus))
         for split in HELD_OUT_SPLITS:
             one.check(one.names(f"{split}/"))
             found += [
-                HeldOutSet(f"{prefix}{pair}/{split}", one, pair, split, size)
+                HeldOutSet(f"{prefix}{pair}/{split}", one, pair, split, size, meant)
                 for pair, size in line_counts(one, split).items()
             ]
     return HeldOutSets(tuple(found))
@@ -100,8 +110,8 @@ def held_out_lines(held_out: HeldOutSets, language: str) -> HeldOutLines:
     """Return the held-out lines of a language over all pairs, from files checked before."""
     found = HeldOutLines()
     for number, one in enumerate(held_out.sets):
-        if language in one.pair.split("-"):
-            name = text_name(one.split, one.pair, language)
+        for code in (code for code in one.pair.split("-") if one.meant[code] == language):
+            name = text_name(one.split, one.pair, code)
             found.add(iterate_lines(one.corpus.unchecked_file(name)), number)
     return found
 

@@ -25,7 +25,14 @@ from support.tiny_models import attend_to_source, tiny_model
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.corpus import Details, Direction, Hypothesis, directions, read_hypotheses
+from pipeline.artifacts.corpus import (
+    Details,
+    Direction,
+    Hypothesis,
+    directions,
+    read_hypotheses,
+    text_name,
+)
 from pipeline.artifacts.locks import lock_path
 from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary
 from pipeline.config.settings import Route
@@ -44,6 +51,7 @@ from pipeline.stages.translate import (
     Tally,
     WorkingTime,
     lengths_over_ranks,
+    select_directions,
     summarize,
 )
 from pipeline.stages.translate_text import find_directions
@@ -466,6 +474,30 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     said = capsys.readouterr().out
     assert "de-zu, zu-de" in said
     assert all(f"mmnmt translate: {line}\n" in said for line in translations.manifest.summary)
+
+
+@pytest.mark.parametrize(
+    ("plain", "spelling", "code"), [("zh", "zho_Hant", "zh_Hant"), ("pt", "pt-BR", "pt_BR")]
+)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_test_sets_of_one_script_or_region_are_not_translated_into_another(
+    plain: str, spelling: str, code: str, is_mixed: bool, tmp_path: Path
+) -> None:
+    spec = byte_spec().model_copy(update={"languages": tuple(sorted(("en", plain, code)))})
+    made = make_checkpoint(tmp_path / "model", tiny_model(spec))
+    pair = f"en-{plain}"
+    with writing(tmp_path / "corpus", "corpus") as writer:
+        for language in ("en", plain):
+            writer.path(text_name("test", pair, language)).write_text("uno\n", encoding="utf-8")
+        writer.statistics["pairs"] = {pair: {"test": 1}}
+        writer.statistics["languages"] = {plain: {"spellings": [spelling, *[plain] * is_mixed]}}
+    corpus = open_artifact(tmp_path / "corpus", kind="corpus")
+    checkpoint = open_artifact(made, kind="checkpoint")
+    if is_mixed:
+        assert len(select_directions(corpus, checkpoint=checkpoint).taken) == 2
+        return
+    with pytest.raises(ConfigError, match=f"calls '{plain}' what the model knows as '{code}'"):
+        select_directions(corpus, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ rest of each translation. The statistic ``directions`` counts the lines of every
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
@@ -44,6 +44,7 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
 from pipeline.config.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError, unreadable
+from pipeline.languages import find_code
 from pipeline.terminal import counted
 
 Value = TypeVar("Value")
@@ -230,8 +231,23 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     return {code: entry.script for code, entry in entries.items() if entry.script}
 
 
+def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, str]:
+    """Return language of a corpus → the one of these codes that its spellings in raw text mean.
+
+    A single script or region of a language has the plain code: text in ``zho_Hant`` is ``zh``, and
+    means ``zh_Hant`` among codes that have both. A language that means none, or two, is itself.
+    """
+    found = {code: code for code in languages(corpus)}
+    for code, entry in statistic(corpus, "languages", _LANGUAGES, default={}).items():
+        meant = {find_code(spelling, codes) for spelling in entry.spellings}
+        if code in found and len(meant) == 1:
+            found[code] = meant.pop() or code
+    return found
+
+
 class _Language(BaseModel):
     script: str | None = None
+    spellings: list[str] = []
 
 
 _NAMES = TypeAdapter(list[str])

@@ -32,6 +32,7 @@ from pipeline.artifacts.corpus import (
     hypothesis_of,
     hypothesis_record,
     line_counts,
+    meant_languages,
     read_lines,
     write_details,
     write_hypotheses,
@@ -117,8 +118,8 @@ def select_directions(
 
     Raises:
         ArtifactError: the corpus has no test lines.
-        ConfigError: the model knows none of the directions, none is into the targets, or a target
-            is in neither the model nor the corpus.
+        ConfigError: the model knows none of the directions, none is into the targets, a target is
+            in neither the model nor the corpus, or a language has another code in the model.
     """
     tokenizer = read_tokenizer(checkpoint)
     known, into = set(read_spec(checkpoint).languages_of(route)), tokenizer.target_languages
@@ -137,6 +138,12 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
+    for code, other in meant_languages(corpus, known).items():
+        if other != code and any(code in (way.source, way.target) for way in taken):
+            raise ConfigError(
+                f"{corpus.directory} calls {code!r} what the model knows as {other!r}. Import its "
+                f"text together with text in the model's {code!r}: both then have its codes."
+            )
     meant = codes_of_setting(targets, known, setting="decoding.targets", place="the model")
     asked = {*meant.values()}
     wanted = [direction for direction in taken if not asked or direction.target in asked]

@@ -15,6 +15,7 @@ from data_prep.settings import CleanConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split, emptied_pairs, imported_lines, line_counts, read_lines
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import DataError
 from pipeline.evaluation.scores import describe_directions
 
@@ -389,6 +390,28 @@ def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:
     assert leaks_of(result)["pairs"] == {"de-en": {"de-en/test": 1}}
     said = "held-out lines in training text, most: de-en 1 of de-en/test"
     assert result.manifest.summary[-1] == said
+
+
+@pytest.mark.parametrize(
+    ("plain", "name", "code"),
+    [("zh", "test.en-zh_TW.zh_TW", "zh_Hant"), ("pt", "newstest2019-ref.por-BR.txt", "pt_BR")],
+)
+def test_a_test_set_of_one_script_or_region_is_kept_out_of_the_lines_of_that(
+    plain: str, name: str, code: str, tmp_path: Path
+) -> None:
+    lines = [("one", "uno"), ("two", "dos")]
+    pairs: dict[str, Texts] = {f"en-{one}": {"train": lines} for one in (plain, code)}
+    (raw := tmp_path / "raw").mkdir()
+    (raw / name).write_text("uno!\n", "utf-8")
+    english = "newstest2019-src.eng.txt" if name.startswith("news") else f"{name[:-5]}en"
+    (raw / english).write_text("else\n", "utf-8")
+    tests = run_stage("import_tests", tmp_path / "tests", {}, raw=RawInput((raw,)))
+    assert line_counts(tests, "test") == {f"en-{plain}": 1}, "the only one has the plain code"
+    result = cleaned(corpus_of(tmp_path / "corpus", pairs), tests={"x": tests})
+    assert train_lines(result, f"en-{plain}") == lines
+    assert train_lines(result, f"en-{code}") == lines[1:]
+    alone = corpus_of(tmp_path / "one" / "corpus", {f"en-{plain}": {"train": lines}})
+    assert train_lines(cleaned(alone, tests={"x": tests}), f"en-{plain}") == lines[1:]
 
 
 def test_the_command_takes_more_corpora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
