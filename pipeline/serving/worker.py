@@ -122,7 +122,7 @@ class Systems:
     def choose(self, name: str | None, source: str, target: str) -> tuple[System, Direction]:
         """Return the named system, or the first that has the direction, and the direction.
 
-        Systems that tell the languages apart go first: zh also stands for zh_Hant where that lacks.
+        Systems that tell the languages apart go first: a model of zh also takes zh_Hant for it.
 
         Raises:
             ConfigError: there is no such system, or none has the direction.
