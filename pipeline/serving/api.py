@@ -72,7 +72,8 @@ class Api:
         """Number of requests that have a place."""
         self.worker = Worker(self._metrics.count_batch)
         self._detecting = ThreadPoolExecutor(1, "detect")
-        self._detector: LanguageDetector | None = None
+        self._detectors: dict[str | None, LanguageDetector] = {}
+        """System, or None for all → detector of its languages."""
         self.app = Starlette(
             routes=[
                 *self._routes("GET", {"/": self._page, "/health": self._health}),
@@ -123,7 +124,7 @@ class Api:
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
             source, target = fields.required("source"), fields.required("target")
-            detected = await self._detected(texts) if source == AUTO else []
+            detected = await self._detected(texts, fields.system) if source == AUTO else []
             sources = [one["language"] for one in detected] or [source] * len(texts)
             pieces = []
             for text, code in zip(texts, sources, strict=True):
@@ -154,7 +155,7 @@ class Api:
         fields = await self._read(request)
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
-            return JSONResponse(await self._ranked(texts))
+            return JSONResponse(await self._ranked(texts, fields.system))
 
     async def _languages(self, _: Request) -> Response:
         return JSONResponse(self._systems.languages)
@@ -224,28 +225,28 @@ class Api:
             for result in results:
                 result.cancel()
 
-    async def _detected(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+    async def _detected(self, texts: Sequence[str], system: str | None) -> list[dict[str, Any]]:
         """Return the language of each text; the language of all together if a text tells none."""
-        together = await self._ranked(texts)
+        together = await self._ranked(texts, system)
         if len(texts) == 1:
             return together[:1]
-        ranked = [await self._ranked([text]) for text in texts]
+        ranked = [await self._ranked([text], system) for text in texts]
         return [(own if own[0]["confidence"] else together)[0] for own in ranked]
 
-    async def _ranked(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+    async def _ranked(self, texts: Sequence[str], system: str | None) -> list[dict[str, Any]]:
         """Return the probable languages of all texts together, as LibreTranslate lists them."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts))
+        return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts), system)
 
-    def _rank(self, text: str) -> list[dict[str, Any]]:
-        codes = [language["code"] for language in self._systems.languages]
-        if self._detector is None:
+    def _rank(self, text: str, system: str | None) -> list[dict[str, Any]]:
+        codes = self._systems.sources(system)
+        if system not in self._detectors:
             try:
-                self._detector = LanguageDetector(codes, seed=1)
+                self._detectors[system] = LanguageDetector(codes, seed=1)
             except ConfigError as error:
                 problem = "None of the languages can be detected. Name the source."
                 raise Refused(400, problem) from error
-        ranked = self._detector.ranked(text)
+        ranked = self._detectors[system].ranked(text)
         if not ranked:  # digits, for example: clients of LibreTranslate expect English
             code = find_code(UNKNOWN, codes) or codes[0]
             return [{"confidence": 0.0, "language": code}]

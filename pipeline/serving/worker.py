@@ -115,29 +115,38 @@ class Systems:
         self._systems = tuple(systems)
         self.names = [system.name for system in systems]
         self.pivots = {system.name: system.translator.pivot for system in systems}
-        codes = sorted({code for system in systems for code in system.sources})
-        self.languages = [self._describe(code) for code in codes]
+        self.languages = [self._describe(code) for code in self.sources(None)]
         """Languages as LibreTranslate lists them, each also by its own name."""
+
+    def sources(self, name: str | None) -> list[str]:
+        """Return the languages that the named system, or any, translates from.
+
+        Raises:
+            ConfigError: there is no such system.
+        """
+        return sorted({code for system in self._named(name) for code in system.sources})
 
     def choose(self, name: str | None, source: str, target: str) -> tuple[System, Direction]:
         """Return the named system, or the first that has the direction, and the direction.
 
-        Systems that tell the languages apart go first: zh also stands for zh_Hant where that lacks.
+        Systems that tell the languages apart go first: a model of zh also takes zh_Hant for it.
 
         Raises:
             ConfigError: there is no such system, or none has the direction.
         """
+        wanted, problems = {meant_code(code, self.sources(None)) for code in (source, target)}, []
+        systems = sorted(self._named(name), key=lambda one: len(wanted.difference(one.sources)))
+        for system in systems:
+            try:
+                return system, system.direction(source, target)
+            except ConfigError as error:
+                problems.append(error)
+        raise problems[0]
+
+    def _named(self, name: str | None) -> list[System]:
         if name is not None and name not in self.names:
             raise no_such("There is no system", name, self.names)
-        known, problems = [language["code"] for language in self.languages], []
-        wanted = {meant_code(code, known) for code in (source, target)}
-        for system in sorted(self._systems, key=lambda one: len(wanted.difference(one.sources))):
-            if name in (None, system.name):
-                try:
-                    return system, system.direction(source, target)
-                except ConfigError as error:
-                    problems.append(error)
-        raise problems[0]
+        return [system for system in self._systems if name in (None, system.name)]
 
     def _describe(self, code: str) -> dict[str, Any]:
         of_source = [system for system in self._systems if code in system.sources]

@@ -339,6 +339,27 @@ async def ask(api: Api, path: str, *messages: Message) -> tuple[int, bytes]:
     return int(sent[0]["status"]), sent[1]["body"]
 
 
+@pytest.mark.parametrize(
+    ("languages", "text", "own", "of_all"),
+    [("de en", "Danke", "de", "da"), ("de en", "Hello", "en", "fi"), ("de fr", "12", "de", "en")],
+)
+def test_the_language_of_a_text_is_one_of_the_named_system(
+    languages: str, text: str, own: str, of_all: str, tmp_path: Path
+) -> None:
+    codes = {"narrow": languages.split(), "wide": ["da", "de", "en", "fi", "no"]}
+    systems = [
+        System.load(name, open_artifact(Path(path), kind="checkpoint"), decoding=DECODING)
+        for name, path in ((one, make_model(tmp_path / one, codes=codes[one])) for one in codes)
+    ]
+    api = Api(Systems(systems), limits=ServerLimits(9000, 9, 60))
+    for system, expected in (("narrow", own), (None, of_all)):
+        told = {"q": text, "source": "auto", "target": "de", "system": system}
+        message = {"type": "http.request", "body": json.dumps(told).encode()}
+        status, body = asyncio.run(ask(api, "/translate", message))
+        assert (status, json.loads(body)["detectedLanguage"]["language"]) == (200, expected)
+    api.close()
+
+
 def request_to_translate(text: str) -> Message:
     body = json.dumps({"q": text, "source": "de", "target": "en"}).encode()
     return {"type": "http.request", "body": body}

@@ -468,7 +468,7 @@ class Card:
 
 
 def _training_pairs(artifacts: Sequence[Artifact]) -> dict[str, int]:
-    """Return pair → number of training lines in the shards, of shards of one corpus the last's."""
+    """Return pair → number of training lines in the shards; each corpus counts once."""
     of_corpora: dict[str, dict[str, int]] = {}
     for artifact in artifacts:
         if artifact.manifest.kind == "shards":

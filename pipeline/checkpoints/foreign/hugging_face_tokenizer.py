@@ -442,7 +442,7 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
 
     If the registry has one code for two of them, for example ``fa`` for NLLB's ``pes_Arab`` and
     ``prs_Arab``, the first gets it, and the second keeps its own: ``prs``. Of ``por_Latn_BR`` and
-    ``por_Latn``, the one without a region gets it, and the other is ``pt_BR``.
+    ``por_Latn``, the spelling without a region gets it, and the other is ``pt_BR``.
     """
     found: dict[str, str] = {}
     joined = distinct_codes(spellings)
