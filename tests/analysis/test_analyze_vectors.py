@@ -8,6 +8,7 @@ import pytest
 import sacrebleu
 from routed_models import routed_checkpoint
 from support.corpora import make_corpus
+from support.fronted_models import fronted_byte_spec
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
@@ -87,6 +88,23 @@ def test_every_language_is_scored_as_sacrebleu_does(model: Artifact, analysed: A
     assert found["without"] is not None
     root = ElementTree.parse(analysed.file("vectors-de-en.svg")).getroot()
     assert sum(one.get("class", "").startswith("fill") for one in root.iter()) == 5
+
+
+@pytest.mark.parametrize("kept", [("de", "en"), ("de", "en", "ru")], ids=len)
+def test_a_model_with_modules_of_some_languages_is_shown_those(
+    kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    front = {"kind": "ada_msha", "language_vector": True}
+    modules = {"kind": "low_rank", "rank": 2, "languages": kept}
+    spec = fronted_byte_spec(front, model={"language_modules": modules})
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", tiny_model(spec))
+    corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["Ja"], "en": ["Yes"]}}})
+    inputs = ["--checkpoint", str(checkpoint), "--corpus", str(corpus.directory)]
+    command = ["analyze", "vectors", *inputs, "--set", "decoding.max_length_ratio=0.5"]
+    assert cli.main([*command, "--out", str(tmp_path / "out")]) == 0
+    found = open_artifact(tmp_path / "out", kind="analysis").read_json("vectors.json")
+    shown = {way: list(scores["wrong"]) for way, scores in found["directions"].items()}
+    assert shown == {"de-en": [*kept[1:]], "en-de": ["de", *kept[2:]]}
 
 
 @pytest.mark.parametrize(("wrong", "said"), [(40.0, "10.00 less"), (52.0, "2.00 more")])

@@ -44,7 +44,8 @@ def run(call: StageCall) -> None:
     plain = call.artifacts.get("without")
     segmenters = recipe.tokenizer.segmenters
     without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
-    every = recipe.section_of(AnalysisConfig).router_languages or translator.tokenizer.languages
+    known = translator.model.spec.languages_of(recipe.decoding.route)
+    every = recipe.section_of(AnalysisConfig).router_languages or known
     codes = list(dict.fromkeys(map(translator.code_of, every)))
     corpus, settings = call.artifacts["corpus"], recipe.evaluation
     document: dict[str, dict[str, Any]] = {}
