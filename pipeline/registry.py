@@ -13,6 +13,7 @@ _TRAINING_INPUTS = {
     "shards": Input("shards", "tokenized sentences"),
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
+_SIZE_OF_BATCHES = ("decoding.tokens",)  # a translation does not depend on its batch
 
 _CORE = (
     Stage(
@@ -177,6 +178,7 @@ _CORE = (
             "corpus": Input("corpus", "test sets", splits=("test",)),
         },
         parallel="ranks",
+        undeciding=_SIZE_OF_BATCHES,
     ),
     Stage(
         name="translate_text",
@@ -191,6 +193,7 @@ _CORE = (
             ),
         },
         parallel="ranks",
+        undeciding=_SIZE_OF_BATCHES,
         needs_recipe=False,
         command="translate --text",
     ),

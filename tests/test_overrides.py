@@ -223,6 +223,34 @@ def test_a_table_of_names_of_a_plan_gives_way_whole_in_the_order_of_its_layers(
     assert pairs(plan, str(over), ru=3) == {"ru": 3}
 
 
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("msc", {"kind": "msc", "layer": 1}),
+        ("msha", {"kind": "msha", "layer": 1, "scales": [0, 0, 2, 2, 3, 3, 4, 4]}),
+    ],
+)
+def test_another_kind_of_model_replaces_that_of_a_plan(
+    tmp_path: Path, kind: str, found: dict[str, Any]
+) -> None:
+    """In a stage's own settings, an overlay or the settings of a command."""
+    (tmp_path / "over.toml").write_text(f"model.front.kind = '{kind}'\n")
+    plan = "[defaults]\nrecipe = 'bytes'\n[defaults.set.model.front]\nkind = 'ada_msha'\n"
+    plan += "layer = 1\nmax_scale = 6\n[stages.corpus]\nrun = 'import_corpus'\n"
+    own, laid = f"set.model.front.kind = '{kind}'\n", {"model": {"front": {"kind": kind}}}
+    for stated, overlay, overrides in (
+        (own, "", {}),
+        ("", str(tmp_path / "over.toml"), {}),
+        ("", "", laid),
+    ):
+        (tmp_path / "plan.toml").write_text(plan + stated)
+        loaded = load_plan(str(tmp_path / "plan.toml"))
+        (task,) = resolve_plan(loaded, overlay=overlay, overrides=overrides).tasks
+        sent = parse_overrides([*override_texts(task.overrides)])  # as the stage reads them
+        front = load_recipe(task.recipe, sent).model.front.model_dump(mode="json")
+        assert {name: front[name] for name in found} == found
+
+
 def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--set", "training.updates=301", "--set", "training.seed=7"]
     assert cli.main(["describe", "--recipe", "demo_dense", *options]) == 0

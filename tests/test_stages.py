@@ -39,7 +39,7 @@ TRAINING = {
 DECODING = """
 alignment_layer alignments banned beam_size choose comet length_penalty max_extra_length
 max_length_ratio n_best pivot precision required route router_language sampling_temperature search
-seed stopping targets tokens top_k top_p word_scores
+seed stopping targets top_k top_p word_scores
 """
 DECIDING = {
     stage: {section: {*names.split()} for section, names in sections.items()}
@@ -109,6 +109,8 @@ BESIDE: dict[str, dict[str, set[str]]] = {
         }
     }
     for stage in ("pretrain", "finetune", "finetune_task")
+} | {
+    stage: {"decoding": {"tokens"}} for stage in ("translate", "translate_text", "analyze_vectors")
 }
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 

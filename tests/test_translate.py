@@ -771,6 +771,9 @@ def test_an_interrupted_run_goes_on_in_batches_of_another_size(
     assert kept.isdisjoint(translated)
     assert len(translated) == NUM_LINES - len(kept)
     assert_same(bench.found("out"), whole.found("out"))
+    translated.clear()
+    assert bench.run("out", "--overwrite", "--if-stale") == 0
+    assert translated == [], "up to date in any size of batches"
 
 
 @pytest.mark.slow

@@ -359,12 +359,12 @@ def _with_parents(
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``base``, changed by the settings of ``document``."""
-    inherited = _without_other_kinds(_inherited(base, document), document)
+    inherited = without_other_kinds(_inherited(base, document), document)
     return merge(inherited, document, values=TABLES)
 
 
-def _without_other_kinds(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parent's settings without settings that only a kind replaced by ``document`` has.
+def without_other_kinds(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a parent without those that only a kind replaced by ``document`` has.
 
     For example, a front end of kind ``msc`` has none of the ``layers`` of a parent's ``wsf``.
     """

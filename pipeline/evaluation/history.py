@@ -418,8 +418,17 @@ def _last_run(checkpoint: Artifact) -> str:
 
 
 def _published(members: Sequence[Artifact]) -> Artifact:
-    """Return the checkpoint of a run; if it is gone, an artifact with metrics or any other."""
-    return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
+    """Return the last checkpoint of a run; if it is gone, an artifact with metrics or any other."""
+
+    def rank(one: Artifact) -> tuple[bool, bool, int]:
+        return "updates" in one.statistics, one.has("metrics.jsonl"), _updates_of(one)
+
+    return max(members, key=rank)
+
+
+def _updates_of(member: Artifact) -> int:
+    found: Any = member.statistics.get("updates") or member.statistics.get("update")
+    return found if isinstance(found, int) else 0
 
 
 # Cost of runs
@@ -443,13 +452,10 @@ def beyond(spent: Spent, given: Spent) -> Spent:
 
 def spent_by(members: Sequence[Artifact]) -> Spent:
     """Return the cost of a training run, read from its remaining checkpoints and states."""
-    shown = _published(members)
-    metrics = read_metrics(shown)
+    shown, updates = _published(members), max(map(_updates_of, members))
+    is_last = _updates_of(shown) == updates  # else the run went on after it
+    metrics = read_metrics(shown) if is_last else []
     source, target = (_sum_tokens(metrics, side) for side in ("source", "target"))
-    states: list[Any] = [
-        member.statistics.get("updates") or member.statistics.get("update") for member in members
-    ]
-    updates = max(one if isinstance(one, int) else 0 for one in states)
     operations, spec, loss = None, _readable_spec(shown), shown.manifest.config.get("loss")
     if spec is not None and source is not None and target is not None:
         passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
@@ -461,7 +467,7 @@ def spent_by(members: Sequence[Artifact]) -> Spent:
         source,
         target,
         operations,
-        shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+        shown.manifest.run.wall_seconds if is_last and shown.has("metrics.jsonl") else None,
     )
 
 

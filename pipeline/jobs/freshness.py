@@ -102,7 +102,7 @@ def _is_reordered(manifest: Manifest, digests: Mapping[str, str]) -> bool:
     Evaluations of earlier versions noted no order; the inputs of a manifest are sorted.
     """
     names = [name.partition("/")[2] for name in digests if name.startswith("systems/")]
-    return bool(manifest.statistics.get(ORDER, names) != names)
+    return bool(names) and manifest.statistics.get(ORDER, names) != names
 
 
 def reason_to_run(resolved: ResolvedPlan, task: Task) -> str | None:

@@ -73,7 +73,14 @@ from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
-from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers, without_stated
+from pipeline.config.recipe import (
+    TABLES,
+    load_recipe,
+    read_overlay,
+    recipe_layers,
+    without_other_kinds,
+    without_stated,
+)
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names, no_such
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -487,7 +494,7 @@ def resolve_plan(
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
             an output would be, hold or lie within one.
     """
-    given = given or {}
+    given, asked = given or {}, overrides or {}
     unknown = [name for name in given if name not in plan.inputs]
     if unknown:
         raise no_such(f"Plan {plan.name!r} has no input", unknown[0], [*plan.inputs])
@@ -510,8 +517,8 @@ def resolve_plan(
             planned = planned.model_copy(update={"ds_config": "cpu_fp32" if on_cpu else auto})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
         stated = laid_over if planned.recipe else {}
-        own = without_stated(planned.set, stated, values=TABLES)
-        changes = merge(own, overrides or {}, values=TABLES)
+        own = without_stated(without_other_kinds(planned.set, stated), stated, values=TABLES)
+        changes = merge(without_other_kinds(own, asked), asked, values=TABLES)
         changes = changes if stage.sections else {}
         settings = load_recipe(recipe or None, changes)
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)

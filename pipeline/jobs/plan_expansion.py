@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from pipeline.config.documents import merge
-from pipeline.config.recipe import TABLES
+from pipeline.config.recipe import TABLES, without_other_kinds
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ConfigError, no_such
 from pipeline.registry import STAGES
@@ -272,6 +272,9 @@ def _under_defaults(
 
 def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a stage into others' settings entry by entry; a recipe ``+x`` adds an overlay."""
+    below, own = base.get("set"), stage.get("set")
+    if isinstance(below, dict) and isinstance(own, Mapping):
+        base = {**base, "set": without_other_kinds(below, own)}
     merged = merge(dict(base), stage, values=_TABLES)
     recipe = stage.get("recipe")
     if "recipe" in base and isinstance(recipe, str) and (recipe == "" or recipe[0] == "+"):

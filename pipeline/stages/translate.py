@@ -48,7 +48,7 @@ from pipeline.artifacts.run_folders import (
 )
 from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
-from pipeline.config.recipe import describe_change, with_defaults, without_settings
+from pipeline.config.recipe import describe_change, with_defaults
 from pipeline.config.settings import Route
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import Progress
@@ -64,7 +64,7 @@ from pipeline.distributed.world import (
 )
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.languages import codes_of_setting
-from pipeline.stage import StageCall
+from pipeline.stage import Stage, StageCall
 from pipeline.terminal import counted, listed
 
 
@@ -268,10 +268,10 @@ class DoneLines:
         """Keep earlier translations if they have the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
-        identity = _identity_of(text, sections=call.config)
+        identity = _identity_of(text, stage=call.stage)
         claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        before = _identity_of(path.read_bytes(), sections=call.config) if path.is_file() else {}
+        before = _identity_of(path.read_bytes(), stage=call.stage) if path.is_file() else {}
         change = describe_change(before, identity)
         if change is None:
             return
@@ -381,17 +381,16 @@ class Tally:
         }
 
 
-def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
-    """Parse the settings and inputs that a run noted in its directory; empty if cut short."""
+def _identity_of(noted: str | bytes, *, stage: Stage) -> dict[str, object]:
+    """Parse the inputs and deciding settings that a run noted; empty if it was cut short."""
     try:
         settings, inputs = json.loads(noted)
     except (ValueError, TypeError, RecursionError):
         return {}
     if not isinstance(settings, dict):
         return {}
-    completed = with_defaults(settings, sections=sections)
-    # A run may go on in batches of another size: a translation does not depend on its batch.
-    return {"settings": without_settings(completed, ["decoding.tokens"]), "inputs": inputs}
+    completed = with_defaults(settings, sections=stage.sections)
+    return {"settings": stage.deciding(completed), "inputs": inputs}
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:

@@ -1,6 +1,7 @@
 """Export: what is refused, what is fused, files, model cards, and the way back."""
 
 import json
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -521,8 +522,10 @@ def test_scores_that_evaluate_did_not_write_are_refused(tmp_path: Path, systems:
 
 
 def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
-    """The stored run was made in a folder that is not there."""
+    """The stored run was made in a folder that is not there: it is looked for next to the model."""
     unpack_stored_run(tmp_path)
+    for name in ("mixture", "shards", "translations"):
+        shutil.rmtree(tmp_path / "run" / name)
     card = card_of(tmp_path / "run" / "dense", scores_dir=tmp_path / "run" / "evaluation")
     assert "Some of its inputs could not be found: mixture, shards." in card
     assert "It is not known which of these systems is this model." in card

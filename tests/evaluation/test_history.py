@@ -345,6 +345,28 @@ def test_a_mean_of_states_of_a_run_that_went_on_has_spent_what_the_run_has(
     assert trace_training("both", both)[0].total.updates == 5 + 5, "one began with 5"
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_went_on_has_the_tokens_and_time_of_its_last_checkpoint(
+    tmp_path: Path, is_there: bool
+) -> None:
+    """A copy of an earlier one does not know what came after it."""
+    parts: dict[str, Artifact] = {}
+    for updates in (3, 5):
+        config = {"name": "run", "training": {"updates": updates}}
+        made = training_run(tmp_path / str(updates), [3.0] * updates, config=config)
+        if updates == 5:
+            went_on = {"replanned": [{"after": 3, "from": 3, "to": 5}]}
+            files = {name: made.file(name).read_text() for name in made.names() if is_there}
+            noted = {"updates" if is_there else "update": 5, **went_on}
+            again: dict[str, Any] = {"config": config, "files": files, "statistics": noted}
+            made = artifact(tmp_path / "last", "checkpoint", "pretrain", **again, wall_seconds=60.0)
+        parts[f"checkpoints/{updates}"] = made
+    mean = artifact(tmp_path / "mean", "checkpoint", "average", parts)
+    total = trace_training("mean", mean)[0].total
+    known = (5 * SOURCE_TOKENS_PER_UPDATE, 5 * TOKENS_PER_UPDATE, total.operations, 60.0)
+    assert total == Spent(5, *(known if is_there else (None,) * 4))
+
+
 def test_a_missing_ancestor_makes_the_budget_a_least_one(
     tmp_path: Path, assembled: Artifact
 ) -> None:

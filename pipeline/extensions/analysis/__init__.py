@@ -52,6 +52,7 @@ class _Analysis(InstalledExtension):
                     ),
                     "corpus": Input("corpus", "test sets"),
                 },
+                undeciding=("decoding.tokens",),
                 needs_recipe=False,
             ),
             Stage(
