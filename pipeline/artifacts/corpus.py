@@ -42,7 +42,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, TypeAdapt
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
 from pipeline.config.documents import RESTORE, read_json_lines
-from pipeline.errors import ArtifactError, unreadable
+from pipeline.errors import ArtifactError, ConfigError, unreadable
 from pipeline.languages import find_code
 from pipeline.terminal import counted
 
@@ -236,11 +236,22 @@ def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, str]:
     means ``zh_Hant`` among codes that have both. A language that means none, or two, is itself.
     """
     found = {code: code for code in languages(corpus)}
-    for code, entry in statistic(corpus, "languages", _LANGUAGES, default={}).items():
+    whole = Artifact(corpus.directory, corpus.whole or corpus.manifest)  # a part does not say
+    for code, entry in statistic(whole, "languages", _LANGUAGES, default={}).items():
         meant = {find_code(spelling, codes) for spelling in entry.spellings}
         if code in found and len(meant) == 1:
             found[code] = meant.pop() or code
     return found
+
+
+def refuse_other_codes(corpus: Artifact, codes: Collection[str], *, place: str) -> None:
+    """Refuse a corpus of which a language has another code among those of a place."""
+    for code, other in meant_languages(corpus, codes).items():
+        if code in codes and other != code:
+            raise ConfigError(
+                f"{corpus.directory} calls {code!r} what {place} knows as {other!r}. Import its "
+                f"text together with text in the other {code!r}: both then have codes of their own."
+            )
 
 
 class _Language(BaseModel):
