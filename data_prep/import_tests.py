@@ -44,13 +44,13 @@ from data_prep.readers.raw_text import (
     same_text,
     source_of,
 )
-from data_prep.settings import OutsideTestsConfig
+from data_prep.settings import CorpusConfig, OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.raw_input import refuse_no_file
 from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
-from pipeline.languages import distinct_codes, find_code, nearest_codes
+from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied
 
@@ -137,7 +137,7 @@ class ImportedFiles:
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
     root, recipe = call.raw["raw"].only_path(), call.recipe
-    tests = find_tests(root, recipe.tests, pivot=recipe.corpus.pivot)
+    tests = find_tests(root, recipe.tests, recipe.corpus)
     with call.new_artifact() as writer:
         writer.path(QUARANTINE_NAME).touch()
         found = [
@@ -238,16 +238,17 @@ def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
     return sum((one.counts.statistics() for one in found), Counter())
 
 
-def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> OutsideTests:
+def find_tests(root: Path, config: OutsideTestsConfig, corpus: CorpusConfig) -> OutsideTests:
     """Find the test sets in a folder by the names of its files."""
+    regions = corpus.regions
     if not root.is_dir():
         raise no_folder(root, f"a folder with {LAYOUTS}")
     paths = list(_files(root, depth=DEPTH))
     found = [file for path in paths if (file := describe_file(path))]
     layout = _one_layout(root, found)
-    selected = select_files(found, config.languages)
-    codes = _codes(selected)
-    read, aligned = _align(selected, codes, config, pivot)
+    selected = select_files(found, config.languages, regions=regions)
+    codes = _codes(selected, regions)
+    read, aligned = _align(selected, codes, config, corpus.pivot)
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
@@ -288,11 +289,13 @@ def describe_file(path: Path) -> SetFile | None:
     return None
 
 
-def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:
+def select_files(
+    files: Sequence[SetFile], wanted: Sequence[str], *, regions: Regions
+) -> list[SetFile]:
     """Return the files of the wanted languages, in any usual spelling; all if none is named."""
     if not wanted:
         return list(files)
-    codes = _codes(files)
+    codes = _codes(files, regions)
     present = sorted(set(codes.values()))
     chosen = {spelling: find_code(spelling, present) for spelling in wanted}
     missing = [spelling for spelling, code in chosen.items() if code is None]
@@ -307,9 +310,10 @@ def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFil
     ]
 
 
-def _codes(files: Sequence[SetFile]) -> dict[str, str]:
+def _codes(files: Sequence[SetFile], regions: Regions) -> dict[str, str]:
     """Return spelling → code; scripts count if one language has files in several."""
-    return distinct_codes({spelling for file in files for spelling in file.languages})
+    spellings = {spelling for file in files for spelling in file.languages}
+    return distinct_codes(spellings, regions=regions)
 
 
 def _files(directory: Path, *, depth: int) -> Iterator[Path]:
