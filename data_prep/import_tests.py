@@ -113,8 +113,8 @@ class OutsideTests:
 
     layout: Layout
     aligned: tuple[AlignedFiles, ...]
-    spellings: dict[str, str]
-    """Language → spelling in the files that are read."""
+    spellings: dict[str, set[str]]
+    """Language → spellings in the files that are read."""
     other_versions: tuple[str, ...]
     """Names of files that are not read because another file of the same language is."""
     not_wanted: int
@@ -193,7 +193,9 @@ def statistics(tests: OutsideTests, found: Sequence[ImportedFiles]) -> dict[str,
         "pairs": pairs,
         "characters": characters,
         "counts": _counts(found),
-        "languages": {code: {"spellings": [s]} for code, s in sorted(tests.spellings.items())},
+        "languages": {
+            code: {"spellings": sorted(s)} for code, s in sorted(tests.spellings.items())
+        },
         "layout": tests.layout,
         "other_versions": list(tests.other_versions),
     }
@@ -256,12 +258,14 @@ def find_tests(root: Path, config: OutsideTestsConfig, corpus: CorpusConfig) -> 
         )
     # A split may have no file but the pivot's, which is of no use then.
     unpaired = {path for one in aligned if not one.pairs for path in one.paths.values()}
+    spellings: dict[str, set[str]] = {}
+    for file in read:
+        if file.path not in unpaired:
+            spellings.setdefault(codes[file.spelling], set()).add(file.spelling)
     return OutsideTests(
         layout=layout,
         aligned=tuple(files for files in aligned if files.pairs),
-        spellings={
-            codes[file.spelling]: file.spelling for file in read if file.path not in unpaired
-        },
+        spellings=spellings,
         other_versions=tuple(sorted(file.path.name for file in selected if file not in read)),
         not_wanted=len(found) - len(selected) + len(unpaired),
         ignored=len(paths) - len(found),

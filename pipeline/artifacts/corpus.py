@@ -229,28 +229,28 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     return {code: entry.script for code, entry in entries.items() if entry.script}
 
 
-def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, str]:
-    """Return language of a corpus → the one of these codes that its spellings in raw text mean.
+def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, set[str]]:
+    """Return language of a corpus → those of some codes that its spellings in raw text mean.
 
     A single script or region of a language has the plain code: text in ``zho_Hant`` is ``zh``, and
-    means ``zh_Hant`` among codes that have both. A language that means none, or two, is itself.
+    means ``zh_Hant`` among codes that have both. A language that means none of them is itself.
     """
-    found = {code: code for code in languages(corpus)}
+    found = {code: {code} for code in languages(corpus)}
     whole = Artifact(corpus.directory, corpus.whole or corpus.manifest)  # a part does not say
     for code, entry in statistic(whole, "languages", _LANGUAGES, default={}).items():
-        meant = {find_code(spelling, codes) for spelling in entry.spellings}
-        if code in found and len(meant) == 1:
-            found[code] = meant.pop() or code
+        meant = {one for spelling in entry.spellings if (one := find_code(spelling, codes))}
+        if code in found and meant:
+            found[code] = meant
     return found
 
 
 def refuse_other_codes(corpus: Artifact, codes: Collection[str], *, place: str) -> None:
-    """Refuse a corpus of which a language has another code among those of a place."""
-    for code, other in meant_languages(corpus, codes).items():
-        if code in codes and other != code:
+    """Refuse a corpus of which a language has only other codes among those of a place."""
+    for code, meant in meant_languages(corpus, codes).items():
+        if code in codes and code not in meant:
             raise ConfigError(
-                f"{corpus.directory} calls {code!r} what {place} knows as {other!r}. Import its "
-                f"text together with text in the other {code!r}: both then have codes of their own."
+                f"{corpus.directory} calls {code!r} what {place} knows as {min(meant)!r}. Import "
+                f"its text together with text in the other {code!r}: both then have their codes."
             )
 
 

@@ -141,6 +141,21 @@ def test_regions_are_languages_of_their_own_where_the_corpus_keeps_them_apart(
     assert corpus.statistics["other_versions"] == []
 
 
+@pytest.mark.parametrize(
+    ("pairs", "code", "spellings"),
+    [
+        (["en-pt", "fr-pt_BR"], "pt", ["pt", "pt_BR"]),
+        (["de-zh_TW", "en-zh_HK", "fr-zh_TW"], "zh", ["zh_HK", "zh_TW"]),
+    ],
+)
+def test_all_spellings_of_a_language_are_noted(
+    pairs: list[str], code: str, spellings: list[str], out: Path
+) -> None:
+    files = {f"x.{pair}.{one}": f"{one}\n" for pair in pairs for one in pair.split("-")}
+    found = imported(out, files).statistics["languages"]
+    assert found[code] == {"spellings": spellings}
+
+
 def test_pairs_of_two_regions_are_two_pairs_where_the_corpus_keeps_them_apart(out: Path) -> None:
     pairs = {"en-es": ("en", "es"), "en-es_MX": ("en", "es_MX")}
     files = {f"x.{pair}.{one}": f"{one}\n" for pair, of in pairs.items() for one in of}
