@@ -230,7 +230,7 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
 
 
 def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, set[str]]:
-    """Return language of a corpus → those of some codes that its spellings in raw text mean.
+    """Return language of a corpus → the codes among ``codes`` that its raw spellings mean.
 
     A single script or region of a language has the plain code: text in ``zho_Hant`` is ``zh``, and
     means ``zh_Hant`` among codes that have both. A language that means none of them is itself.
@@ -245,7 +245,7 @@ def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, set[s
 
 
 def refuse_other_codes(corpus: Artifact, codes: Collection[str], *, place: str) -> None:
-    """Refuse a corpus of which a language has only other codes among those of a place."""
+    """Refuse a corpus in which a language has a code that means another language elsewhere."""
     for code, meant in meant_languages(corpus, codes).items():
         if code in codes and code not in meant:
             raise ConfigError(
