@@ -80,8 +80,8 @@ class HeldOutSet:
     split: Split
     size: int
     """Number of lines."""
-    meant: Mapping[str, str]
-    """Language of its corpus → language of the training lines that its lines are compared with."""
+    meant: Mapping[str, set[str]]
+    """Language of its corpus → languages of training lines that its lines are compared with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def held_out_lines(held_out: HeldOutSets, language: str) -> HeldOutLines:
     """Return the held-out lines of a language over all pairs, from files checked before."""
     found = HeldOutLines()
     for number, one in enumerate(held_out.sets):
-        for code in (code for code in one.pair.split("-") if one.meant[code] == language):
+        for code in (code for code in one.pair.split("-") if language in one.meant[code]):
             name = text_name(one.split, one.pair, code)
             found.add(iterate_lines(one.corpus.unchecked_file(name)), number)
     return found

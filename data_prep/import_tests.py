@@ -44,13 +44,13 @@ from data_prep.readers.raw_text import (
     same_text,
     source_of,
 )
-from data_prep.settings import OutsideTestsConfig
+from data_prep.settings import CorpusConfig, OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.raw_input import refuse_no_file
 from pipeline.distributed.process import track
 from pipeline.errors import ConfigError, DataError
-from pipeline.languages import distinct_codes, find_code, nearest_codes
+from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied
 
@@ -113,8 +113,8 @@ class OutsideTests:
 
     layout: Layout
     aligned: tuple[AlignedFiles, ...]
-    spellings: dict[str, str]
-    """Language → spelling in the files that are read."""
+    spellings: dict[str, set[str]]
+    """Language → spellings in the files that are read."""
     other_versions: tuple[str, ...]
     """Names of files that are not read because another file of the same language is."""
     not_wanted: int
@@ -137,7 +137,7 @@ class ImportedFiles:
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
     root, recipe = call.raw["raw"].only_path(), call.recipe
-    tests = find_tests(root, recipe.tests, pivot=recipe.corpus.pivot)
+    tests = find_tests(root, recipe.tests, recipe.corpus)
     with call.new_artifact() as writer:
         writer.path(QUARANTINE_NAME).touch()
         found = [
@@ -193,7 +193,9 @@ def statistics(tests: OutsideTests, found: Sequence[ImportedFiles]) -> dict[str,
         "pairs": pairs,
         "characters": characters,
         "counts": _counts(found),
-        "languages": {code: {"spellings": [s]} for code, s in sorted(tests.spellings.items())},
+        "languages": {
+            code: {"spellings": sorted(s)} for code, s in sorted(tests.spellings.items())
+        },
         "layout": tests.layout,
         "other_versions": list(tests.other_versions),
     }
@@ -238,16 +240,17 @@ def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
     return sum((one.counts.statistics() for one in found), Counter())
 
 
-def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> OutsideTests:
+def find_tests(root: Path, config: OutsideTestsConfig, corpus: CorpusConfig) -> OutsideTests:
     """Find the test sets in a folder by the names of its files."""
+    regions = corpus.regions
     if not root.is_dir():
         raise no_folder(root, f"a folder with {LAYOUTS}")
     paths = list(_files(root, depth=DEPTH))
     found = [file for path in paths if (file := describe_file(path))]
     layout = _one_layout(root, found)
-    selected = select_files(found, config.languages)
-    codes = _codes(selected)
-    read, aligned = _align(selected, codes, config, pivot)
+    selected = select_files(found, config.languages, regions=regions)
+    codes = _codes(selected, regions)
+    read, aligned = _align(selected, codes, config, corpus.pivot)
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
@@ -255,12 +258,14 @@ def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> Outside
         )
     # A split may have no file but the pivot's, which is of no use then.
     unpaired = {path for one in aligned if not one.pairs for path in one.paths.values()}
+    spellings: dict[str, set[str]] = {}
+    for file in read:
+        if file.path not in unpaired:
+            spellings.setdefault(codes[file.spelling], set()).add(file.spelling)
     return OutsideTests(
         layout=layout,
         aligned=tuple(files for files in aligned if files.pairs),
-        spellings={
-            codes[file.spelling]: file.spelling for file in read if file.path not in unpaired
-        },
+        spellings=spellings,
         other_versions=tuple(sorted(file.path.name for file in selected if file not in read)),
         not_wanted=len(found) - len(selected) + len(unpaired),
         ignored=len(paths) - len(found),
@@ -288,11 +293,13 @@ def describe_file(path: Path) -> SetFile | None:
     return None
 
 
-def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:
+def select_files(
+    files: Sequence[SetFile], wanted: Sequence[str], *, regions: Regions
+) -> list[SetFile]:
     """Return the files of the wanted languages, in any usual spelling; all if none is named."""
     if not wanted:
         return list(files)
-    codes = _codes(files)
+    codes = _codes(files, regions)
     present = sorted(set(codes.values()))
     chosen = {spelling: find_code(spelling, present) for spelling in wanted}
     missing = [spelling for spelling, code in chosen.items() if code is None]
@@ -307,9 +314,10 @@ def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFil
     ]
 
 
-def _codes(files: Sequence[SetFile]) -> dict[str, str]:
+def _codes(files: Sequence[SetFile], regions: Regions) -> dict[str, str]:
     """Return spelling → code; scripts count if one language has files in several."""
-    return distinct_codes({spelling for file in files for spelling in file.languages})
+    spellings = {spelling for file in files for spelling in file.languages}
+    return distinct_codes(spellings, regions=regions)
 
 
 def _files(directory: Path, *, depth: int) -> Iterator[Path]:

@@ -39,6 +39,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     listed_names,
     pair_counts,
+    refuse_other_codes,
     text_name,
 )
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, file_records, run_dir
@@ -189,13 +190,14 @@ def take_files(finished: list[FinishedPair], writer: ArtifactWriter, *, work_dir
 
 
 def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Path) -> None:
-    """Refuse a tokenizer that lacks a token for a language of the corpus."""
+    """Refuse a tokenizer that lacks a language of the corpus, or has another code for it."""
     missing = sorted(set(languages(corpus)) - set(tokenizer.languages))
     if missing:
         raise ConfigError(
             f"The tokenizer {tokenizer_dir} has no token for {', '.join(missing)}, which the "
             f"corpus {corpus.directory} has. Train the tokenizer on this corpus."
         )
+    refuse_other_codes(corpus, tokenizer.languages, place=f"the tokenizer {tokenizer_dir}")
 
 
 def check_training_lines(

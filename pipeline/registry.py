@@ -37,7 +37,7 @@ _CORE = (
         module="data_prep.import_tests",
         makes="corpus",
         help="import test sets (FLORES-200, NTREX-128, pairs of files) as a corpus",
-        sections=("tests", "corpus.pivot"),
+        sections=("tests", "corpus.pivot", "corpus.regions"),
         inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
         needs_recipe=False,
     ),

@@ -48,7 +48,7 @@ DECIDING = {
             "corpus": "cldr columns directions files languages max_test_lines max_train_lines "
             "max_valid_lines pivot regions source swapped_sides untested"
         },
-        "import_tests": {"tests": "directions languages", "corpus": "pivot"},
+        "import_tests": {"tests": "directions languages", "corpus": "pivot regions"},
         "add_translations": {"synthetic": "min_round_trip min_score use"},
         "clean": {
             "clean": "drop_held_out_overlap identify_languages joined_pairs "

@@ -51,7 +51,6 @@ from pipeline.stages.translate import (
     Tally,
     WorkingTime,
     lengths_over_ranks,
-    select_directions,
     summarize,
 )
 from pipeline.stages.translate_text import find_directions
@@ -481,23 +480,27 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
 )
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_test_sets_of_one_script_or_region_are_not_translated_into_another(
-    plain: str, spelling: str, code: str, is_mixed: bool, tmp_path: Path
+    plain: str,
+    spelling: str,
+    code: str,
+    is_mixed: bool,
+    bench: Bench,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    spec = byte_spec().model_copy(update={"languages": tuple(sorted(("en", plain, code)))})
-    made = make_checkpoint(tmp_path / "model", tiny_model(spec))
+    spec = byte_spec(languages=3)
+    spec = spec.model_copy(update={"languages": tuple(sorted(("en", plain, code)))})
+    made = make_checkpoint(bench.directory / "model", tiny_model(spec))
     pair = f"en-{plain}"
-    with writing(tmp_path / "corpus", "corpus") as writer:
+    with writing(bench.directory / "tests", "corpus") as writer:
         for language in ("en", plain):
             writer.path(text_name("test", pair, language)).write_text("uno\n", encoding="utf-8")
         writer.statistics["pairs"] = {pair: {"test": 1}}
         writer.statistics["languages"] = {plain: {"spellings": [spelling, *[plain] * is_mixed]}}
-    corpus = open_artifact(tmp_path / "corpus", kind="corpus")
-    checkpoint = open_artifact(made, kind="checkpoint")
-    if is_mixed:
-        assert len(select_directions(corpus, checkpoint=checkpoint).taken) == 2
-        return
-    with pytest.raises(ConfigError, match=f"calls '{plain}' what the model knows as '{code}'"):
-        select_directions(corpus, checkpoint=checkpoint)
+    corpus = open_artifact(bench.directory / "tests", kind="corpus")
+    other = replace(bench, corpus=corpus, checkpoint=open_artifact(made, kind="checkpoint"))
+    assert other.run("out") == (0 if is_mixed else EXIT_USER_ERROR)
+    said = f"calls '{plain}' what the model knows as '{code}'"
+    assert (said in capsys.readouterr().err) is not is_mixed
 
 
 @pytest.mark.parametrize(

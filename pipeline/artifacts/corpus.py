@@ -43,7 +43,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, TypeAdapt
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
 from pipeline.config.documents import RESTORE, read_json_lines
-from pipeline.errors import ArtifactError, unreadable
+from pipeline.errors import ArtifactError, ConfigError, unreadable
 from pipeline.languages import find_code
 from pipeline.terminal import counted
 
@@ -231,18 +231,29 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     return {code: entry.script for code, entry in entries.items() if entry.script}
 
 
-def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, str]:
-    """Return language of a corpus → the one of these codes that its spellings in raw text mean.
+def meant_languages(corpus: Artifact, codes: Collection[str]) -> dict[str, set[str]]:
+    """Return language of a corpus → the codes among ``codes`` that its raw spellings mean.
 
     A single script or region of a language has the plain code: text in ``zho_Hant`` is ``zh``, and
-    means ``zh_Hant`` among codes that have both. A language that means none, or two, is itself.
+    means ``zh_Hant`` among codes that have both. A language that means none of them is itself.
     """
-    found = {code: code for code in languages(corpus)}
-    for code, entry in statistic(corpus, "languages", _LANGUAGES, default={}).items():
-        meant = {find_code(spelling, codes) for spelling in entry.spellings}
-        if code in found and len(meant) == 1:
-            found[code] = meant.pop() or code
+    found = {code: {code} for code in languages(corpus)}
+    whole = Artifact(corpus.directory, corpus.whole or corpus.manifest)  # a part does not say
+    for code, entry in statistic(whole, "languages", _LANGUAGES, default={}).items():
+        meant = {one for spelling in entry.spellings if (one := find_code(spelling, codes))}
+        if code in found and meant:
+            found[code] = meant
     return found
+
+
+def refuse_other_codes(corpus: Artifact, codes: Collection[str], *, place: str) -> None:
+    """Refuse a corpus in which a language has a code that means another language elsewhere."""
+    for code, meant in meant_languages(corpus, codes).items():
+        if code in codes and code not in meant:
+            raise ConfigError(
+                f"{corpus.directory} calls {code!r} what {place} knows as {min(meant)!r}. Import "
+                f"its text together with text in the other {code!r}: both then have their codes."
+            )
 
 
 class _Language(BaseModel):

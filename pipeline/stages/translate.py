@@ -32,8 +32,8 @@ from pipeline.artifacts.corpus import (
     hypothesis_of,
     hypothesis_record,
     line_counts,
-    meant_languages,
     read_lines,
+    refuse_other_codes,
     write_details,
     write_hypotheses,
 )
@@ -138,12 +138,7 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    for code, other in meant_languages(corpus, known).items():
-        if other != code and any(code in (way.source, way.target) for way in taken):
-            raise ConfigError(
-                f"{corpus.directory} calls {code!r} what the model knows as {other!r}. Import its "
-                f"text together with text in the model's {code!r}: both then have its codes."
-            )
+    refuse_other_codes(corpus, known, place="the model")
     meant = codes_of_setting(targets, known, setting="decoding.targets", place="the model")
     asked = {*meant.values()}
     wanted = [direction for direction in taken if not asked or direction.target in asked]

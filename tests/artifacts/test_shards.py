@@ -238,6 +238,27 @@ def test_a_tokenizer_that_lacks_a_language_is_refused(inputs: Inputs, tmp_path: 
         shard(inputs[0], small, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("plain", "spelling", "code"), [("zh", "zho_Hant", "zh_Hant"), ("pt", "pt-BR", "pt_BR")]
+)
+def test_text_of_one_script_or_region_is_not_given_the_token_of_another(
+    plain: str, spelling: str, code: str, tmp_path: Path
+) -> None:
+    pair, text = f"en-{plain}", {"en": ["one"], plain: ["uno"]}
+    plain_corpus = make_corpus(tmp_path / "plain", {"train": {pair: text}})
+    with writing(tmp_path / "corpus", "corpus") as writer:
+        for name in plain_corpus.names():
+            writer.take_over(name, plain_corpus)
+        found = {"languages": {plain: {"spellings": [spelling]}}}
+        writer.statistics.update(plain_corpus.statistics, **found)
+    corpus = open_artifact(tmp_path / "corpus", kind="corpus").part(("train", "valid"))
+    shard(corpus, make_tokenizer(tmp_path / "small", ("en", plain)), tmp_path / "out")
+    large = make_tokenizer(tmp_path / "large", tuple(sorted(("en", plain, code))))
+    shard(plain_corpus, large, tmp_path / "plain_out")
+    with pytest.raises(ConfigError, match=f"calls '{plain}' what .*large knows as '{code}'"):
+        shard(corpus, large, tmp_path / "again")
+
+
 def test_a_training_pair_of_which_nothing_is_short_enough_is_left_without_training_data(
     inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -414,6 +414,21 @@ def test_a_test_set_of_one_script_or_region_is_kept_out_of_the_lines_of_that(
     assert train_lines(cleaned(alone, tests={"x": tests}), f"en-{plain}") == lines[1:]
 
 
+@pytest.mark.parametrize(("plain", "code"), [("pt", "pt_BR"), ("es", "es_MX")])
+def test_a_test_set_of_regions_that_are_joined_is_kept_out_of_the_lines_of_each(
+    plain: str, code: str, tmp_path: Path
+) -> None:
+    (raw := tmp_path / "raw").mkdir()
+    for pair in (("en", plain), ("fr", code)):
+        for one in pair:
+            (raw / f"x.{'-'.join(pair)}.{one}").write_text(f"{one} text\n", "utf-8")
+    tests = run_stage("import_tests", tmp_path / "tests", {}, raw=RawInput((raw,)))
+    lines = [("one", f"{plain} text"), ("two", f"{code} text"), ("three", "dos")]
+    pairs: dict[str, Texts] = {f"en-{one}": {"train": lines} for one in (plain, code)}
+    result = cleaned(corpus_of(tmp_path / "corpus", pairs), tests={"x": tests})
+    assert [train_lines(result, pair) for pair in pairs] == [lines[2:]] * 2
+
+
 def test_the_command_takes_more_corpora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": GOOD}})
     more = corpus_of(tmp_path / "more", {"en-fr": {"test": [("HOUSE", "maison")]}})

@@ -23,7 +23,9 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
 def imported(out_dir: Path, raw: Raw, **settings: object) -> Artifact:
-    corpus = CorpusConfig.model_validate({"pivot": settings.pop("pivot", "en")})
+    of_corpus: dict[str, object] = {"pivot": "en", "regions": "joined"}
+    of_corpus |= {name: settings.pop(name) for name in of_corpus if name in settings}
+    corpus = CorpusConfig.model_validate(of_corpus)
     recipe = Recipe(name="test", corpus=corpus, tests=OutsideTestsConfig.model_validate(settings))
     artifact = run_import("import_tests", out_dir, raw, recipe)
     artifact.check()
@@ -128,6 +130,37 @@ def test_a_language_asked_for_by_region_or_variety_is_the_file_read(
     (pair,) = line_counts(corpus, "test")
     (code,) = set(pair.split("-")) - {"de"}
     assert read_lines(corpus, "test", pair, code) == [f" {i} {name}" for i in range(3)]
+
+
+def test_regions_are_languages_of_their_own_where_the_corpus_keeps_them_apart(
+    raw: Path, out: Path
+) -> None:
+    corpus = imported(out, ntrex(raw, ["por", "por-BR", "deu"]), regions="apart")
+    assert line_counts(corpus, "test") == {"de-en": 3, "en-pt": 3, "en-pt_BR": 3}
+    assert read_lines(corpus, "test", "en-pt_BR", "pt_BR") == [f" {i} por-BR" for i in range(3)]
+    assert corpus.statistics["other_versions"] == []
+
+
+@pytest.mark.parametrize(
+    ("pairs", "code", "spellings"),
+    [
+        (["en-pt", "fr-pt_BR"], "pt", ["pt", "pt_BR"]),
+        (["de-zh_TW", "en-zh_HK", "fr-zh_TW"], "zh", ["zh_HK", "zh_TW"]),
+    ],
+)
+def test_all_spellings_of_a_language_are_noted(
+    pairs: list[str], code: str, spellings: list[str], out: Path
+) -> None:
+    files = {f"x.{pair}.{one}": f"{one}\n" for pair in pairs for one in pair.split("-")}
+    found = imported(out, files).statistics["languages"]
+    assert found[code] == {"spellings": spellings}
+
+
+def test_pairs_of_two_regions_are_two_pairs_where_the_corpus_keeps_them_apart(out: Path) -> None:
+    pairs = {"en-es": ("en", "es"), "en-es_MX": ("en", "es_MX")}
+    files = {f"x.{pair}.{one}": f"{one}\n" for pair, of in pairs.items() for one in of}
+    corpus = imported(out, files, regions="apart", languages=("en", "es-MX", "es"))
+    assert line_counts(corpus, "test") == {"en-es": 1, "en-es_MX": 1}
 
 
 def test_pairs_of_files_become_their_pairs_and_no_others(out: Path) -> None:
