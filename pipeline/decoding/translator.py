@@ -399,7 +399,7 @@ class Translator:
         """
         with suppress(torch.OutOfMemoryError):
             return self._search(sources)
-        self._grids.let_go()  # those of earlier batches may hold what is missing
+        self._grids.let_go()  # grids of earlier batches may hold most of the memory
         try:
             return self._search(sources)
         except torch.OutOfMemoryError as error:
