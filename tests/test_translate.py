@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -631,6 +632,29 @@ def test_half_precision_translates_in_half_precision(bench: Bench) -> None:
     assert {one.dtype for one in translator.model.parameters()} == {torch.bfloat16}
     (found,) = translator.translate([Job(Direction("de", "en"), 0, "Ja")])
     assert found.score < 0
+
+
+@pytest.mark.parametrize(("lines", "told"), [(1, "1 sentence"), (3, "3 sentences")])
+def test_a_gpu_without_memory_gives_up_kept_grids_and_then_says_what_to_set(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, lines: int, told: str
+) -> None:
+    translator = Translator(checkpoint, DecodingConfig())
+    jobs = [Job(Direction("de", "en"), line, "abc") for line in range(lines)]
+    expected, begin = translator.translate(jobs), translator.begin_search
+    kept: list[Any] = translator._grids._free
+
+    def begin_beside_grids(sources: Sequence[Source]) -> Any:
+        if kept:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return begin(sources)
+
+    monkeypatch.setattr(translator, "begin_search", begin_beside_grids)
+    kept.append("a grid of an earlier batch")
+    assert translator.translate(jobs) == expected
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    monkeypatch.setattr(translator, "begin_search", full)
+    with pytest.raises(ConfigError, match=f"for {told} at a time. Set decoding.tokens to less"):
+        translator.translate(jobs)
 
 
 def test_an_unknown_language_is_named_with_its_nearest(bench: Bench) -> None:

@@ -100,6 +100,10 @@ class Grids:
                 return self._free.pop(place)
         return Grid(extend, states, beams, shape=shape)
 
+    def let_go(self) -> None:
+        """Free the memory of the grids that no search uses."""
+        self._free.clear()
+
     def give(self, grid: Grid) -> None:
         """Take back a grid; only the grids that were used last are kept."""
         self._free = [*self._free, grid][-MOST_GRIDS:]

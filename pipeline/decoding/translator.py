@@ -5,6 +5,7 @@ and joined again (``sentences.py``); its hypothesis records the number of parts.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -393,9 +394,21 @@ class Translator:
         """Find up to ``n_best`` hypotheses of every source, the translation first.
 
         Raises:
-            ConfigError: a constraint that no hypothesis can keep.
+            ConfigError: a constraint that no hypothesis can keep, or a GPU has too little memory.
             CheckpointError: the model's scores are not numbers.
         """
+        with suppress(torch.OutOfMemoryError):
+            return self._search(sources)
+        self._grids.let_go()  # grids of earlier batches may hold most of the memory
+        try:
+            return self._search(sources)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"A GPU has too little memory for {counted(len(sources), 'sentence')} at a time. "
+                "Set decoding.tokens to less."
+            ) from error
+
+    def _search(self, sources: Sequence[Source]) -> list[list[Translation]]:
         if self.config.search == "sampling":
             return sample(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
         return self.begin_search(sources).run()

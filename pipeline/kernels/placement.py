@@ -306,6 +306,7 @@ def place_by_kernels(
     An expert's rows are in the order of claims also if there are no limits. Ascending ``claim_N``
     sorts tokens by micro-batch and priority; None: by position.
     """
+    expert_NC = expert_NC.contiguous()  # a router of one's own may have chosen otherwise
     limits, num_tokens, num_routes = numbers.limits, numbers.num_tokens, expert_NC.numel()
     shares = None if limits is None else limits.shares
     blocks = TokenBlocks.of(expert_NC, num_experts=numbers.num_experts, shares=shares)

@@ -255,6 +255,22 @@ def test_kernels_place_routes_within_limits_as_a_sort_does(
             assert torch.equal(getattr(found.slices, name), getattr(expected.slices, name)), name
 
 
+@pytest.mark.parametrize("keeps_dropped", [True, False])
+def test_experts_that_lie_column_after_column_are_placed_alike(keeps_dropped: bool) -> None:
+    choice = choose_by_kernels(
+        random(50, 5, seed=1, dtype=torch.float32), top_k=2, is_renormalized=True
+    )
+    limits = Limits(torch.tensor([9]))
+    numbers = RouteNumbers(50, 2, 5, choice.expert_NC.device, limits)
+    options: dict[str, Any] = {"claim_N": choice.claim_N, "keeps_dropped": keeps_dropped}
+    expected, found = (
+        place_by_kernels(expert_NC, numbers, **options)
+        for expert_NC in (choice.expert_NC, by_columns(choice.expert_NC))
+    )
+    for name in ("route_R", "row_NC", "is_dropped_NC", "count_E"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("rows_M", [[300], [0, 129, 1, 32], [64, 64]])
 def test_comparing_tokens_orders_them_as_a_stable_sort_does(
     rows_M: list[int], monkeypatch: pytest.MonkeyPatch

@@ -137,3 +137,28 @@ def test_one_sentence_says_what_to_do_where_the_optimizer_has_no_memory(
         f"{tmp_path / 'model'}: a GPU has too little memory for the weights and the optimizer's "
         "state. Use more processes, or the ds_config zero2_bf16_offload."
     )
+
+
+def state_at_rehearsal(
+    world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, *, ds_config: str
+) -> list[set[str]]:
+    """Return the names of the optimizer's state that lies beside the pass of a rehearsal."""
+    found: list[set[str]] = []
+
+    def noting(engine: Engine, *_: Any) -> None:
+        rehearse(engine, *_)
+        found.append({name for held in engine._zero.optimizer.state.values() for name in held})
+
+    rehearse = Engine.rehearse
+    with mock.patch.object(Engine, "rehearse", noting):
+        assert pretrain(world, inputs, out_dir, recipe, ds_config=ds_config) == "done"
+    return found
+
+
+@pytest.mark.parametrize("ds_config", ["cpu_fp32", "cpu_bf16"])  # ZeRO 1 and 2
+def test_a_rehearsal_has_the_moments_that_updates_will_have(
+    train: Train, tmp_path: Path, ds_config: str
+) -> None:
+    out_dir = tmp_path / "model"
+    [found] = train(out_dir, ranks=1, by=state_at_rehearsal, ds_config=ds_config)
+    assert found == [{"step", "exp_avg", "exp_avg_sq"}]
