@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -537,9 +538,9 @@ class Engine:
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
         """Yield (flat partition, its optimizer state, tensor, range) for all this rank owns."""
-        slices: dict[int, list[NamedSlice]] = {}
+        slices = defaultdict[int, list[NamedSlice]](list)  # a rank without a language has padding
         for entry in named_slices(self.model):
-            slices.setdefault(id(entry.parameter), []).append(entry)
+            slices[id(entry.parameter)].append(entry)
         zero = self._zero
         for index, flat in enumerate(zero.single_partition_of_fp32_groups):
             begin = dist.get_rank(zero.real_dp_process_group[index]) * len(flat)
