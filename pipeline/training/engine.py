@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -541,24 +542,20 @@ class Engine:
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
         """Yield (flat partition, its optimizer state, tensor, range) for all this rank owns."""
-        slices: dict[int, list[NamedSlice]] = {}
+        slices = defaultdict[int, list[NamedSlice]](list)  # a rank without a language has padding
         for entry in named_slices(self.model):
-            slices.setdefault(id(entry.parameter), []).append(entry)
-        for index, parameters in enumerate(self._zero.bit16_groups):
-            flat = self._zero.single_partition_of_fp32_groups[index]
-            state = self._zero.optimizer.state[flat]
-            for parameter in parameters:
-                mapping = parameter._hp_mapping
-                if mapping is None:
-                    continue
-                start, length = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-                flat_start = mapping.hp_fragment_address.start
+            slices[id(entry.parameter)].append(entry)
+        zero = self._zero
+        for index, flat in enumerate(zero.single_partition_of_fp32_groups):
+            begin = dist.get_rank(zero.real_dp_process_group[index]) * len(flat)
+            starts = zero.round_robin_bit16_offsets[index]
+            for parameter, start in zip(zero.round_robin_bit16_groups[index], starts, strict=True):
                 for entry in slices[id(parameter)]:
-                    low = max(start, entry.offset)
-                    high = min(start + length, entry.offset + entry.value.numel())
+                    place = start + entry.offset - begin
+                    low, high = max(0, -place), min(entry.value.numel(), len(flat) - place)
                     if low < high:
-                        place = slice(flat_start + low - start, flat_start + high - start)
-                        yield flat, state, entry, _Range(low - entry.offset, high - low, place)
+                        own = _Range(low, high - low, slice(place + low, place + high))
+                        yield flat, zero.optimizer.state[flat], entry, own
 
 
 def _check_device(config: Mapping[str, Any]) -> None:

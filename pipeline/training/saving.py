@@ -519,8 +519,9 @@ class Publishing:
                 self._run_directory.announce_removal(key=self._call.key)
             case "last" if not averaged:
                 self._run_directory.prune(keep_last=1)
-            case _:
-                pass
+            case "all":  # one written in the background was not there when others were removed
+                keep_last = self._recipe.training.keep_last
+                self._run_directory.prune(keep_last=keep_last, updates_kept=averaged)
 
     def _remove_leftovers(self, averaged: Sequence[int]) -> None:
         """Remove files that nothing needs once the artifact exists."""

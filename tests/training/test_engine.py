@@ -810,6 +810,40 @@ def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
     assert (rounded > 1000) == (precision != "fp32")
 
 
+def not_of_the_parameters(
+    world: World, *, parallel_size: int, stage: int, precision: Precision
+) -> list[str]:
+    """Tensors that are published, or in pieces, with other values than training computes with."""
+    engine = make_engine(
+        world,
+        parallel_size=parallel_size,
+        zero="ZeRO 1",
+        precision=precision,
+        method="adam",
+        keys={"zero_optimization": {"stage": stage, "round_robin_gradients": True}},
+    )
+    one_update(engine, world, 0, rate=1e-2)
+    held = {entry.name: entry.value for entry in named_slices(engine.model)}
+    published = {entry.name: value for entry, value in engine.published_weights()}
+    wrong = [name for name, value in held.items() if not published[name].to(value).equal(value)]
+    for piece in engine.optimizer_pieces():
+        value = held[piece.tensor].flatten()[piece.start : piece.start + len(piece.values)]
+        if piece.what == "master" and not piece.values.to(value).equal(value):
+            wrong.append(piece.key)
+    return wrong
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "parallel_size"), [(1, 1), (2, 2)])
+def test_states_and_weights_are_those_of_a_ds_config_with_another_order_of_parameters(
+    pool2: ProcessPool, stage: int, parallel_size: int, precision: Precision
+) -> None:
+    found = pool2.run(
+        not_of_the_parameters, parallel_size=parallel_size, stage=stage, precision=precision
+    )
+    assert found == [[], []]
+
+
 def addresses_and_masters(
     world: World, *, zero: str, precision: Precision
 ) -> tuple[set[int], dict[str, Tensor], list[tuple[str, int, Tensor]]]:

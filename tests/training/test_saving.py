@@ -193,12 +193,14 @@ def publish(
     averaged: list[int] | None = None,
     resumed: Resumed | None = None,
     damage: Callable[[Path], object] = Path.exists,
+    saved_after: tuple[int, ...] = (2,),
 ) -> RunDirectory:
     """Publish a run of one rank that kept the weights of update 2, or took a mean."""
     directory = run_directory(tmp_path)
     one = saving(HeldTensors(), directory, recipe, world=world_of())
     with directory.locked():
-        one.save_state(Position(update=2), replanned=[], is_done=False)
+        for update in saved_after:
+            one.save_state(Position(update=update), replanned=[], is_done=False)
         one.save_best(Position(best_update=2, best_perplexity=3.0), validated())
         if averaged:
             one.save_mean(averaged, validated(2.5))
@@ -306,6 +308,20 @@ def test_a_published_run_leaves_what_the_recipe_keeps(
     if left is not None:
         folders = {name for name in names_in(directory) if (directory / name).is_dir()}
         assert folders == left
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "averaged", "left"), [(1, [], [8]), (2, [], [6, 8]), (1, [4, 8], [4, 8])]
+)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_as_many_states_are_left_however_they_were_written(
+    tmp_path: Path, keep_last: int, averaged: list[int], left: list[int], in_background: bool
+) -> None:
+    recipe = make_recipe(keep_last=keep_last, checkpoint_every=4, average_last=len(averaged))
+    recipe = changed(recipe, "saving", keep_states="all", in_background=in_background)
+    after = (2, 4, 6, 8)
+    directory = publish(tmp_path, ENDED, recipe=recipe, averaged=averaged, saved_after=after)
+    assert directory.state_names() == [directory.state_dir(update).name for update in left]
 
 
 @pytest.mark.parametrize(

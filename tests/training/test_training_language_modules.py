@@ -71,6 +71,25 @@ def test_two_ranks_with_shares_of_the_languages_make_the_model_of_one(
         assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("ds_config", ["cpu_fp32", "cpu_bf16"])
+def test_a_rank_that_holds_no_language_trains_saves_and_resumes(
+    train: Train, tmp_path: Path, ds_config: str
+) -> None:
+    """Of four languages, two ranks of three hold two each."""
+    recipe = recipe_of("language_experts", updates=2, expert_parallel_size=3)
+    for name, ranks, stop in (("one", 1, None), ("straight", 3, None), ("stopped", 3, (2, 1))):
+        train(tmp_path / name, recipe, ranks=ranks, ds_config=ds_config, terminate_at=stop)
+    train(tmp_path / "stopped", recipe, ranks=3, ds_config=ds_config)
+    one, straight, stopped = (
+        read_weights(tmp_path / run) for run in ("one", "straight", "stopped")
+    )
+    assert_same_tensors(stopped, straight)
+    weights = [name for name in one if ".of_language." in name and name.endswith(".weight")]
+    assert weights
+    for name in weights:
+        assert (straight[name] - one[name]).norm() < 0.05 * one[name].norm(), name
+
+
 def test_a_run_that_is_stopped_and_resumed_is_the_same_to_the_last_bit(
     train: Train, tmp_path: Path
 ) -> None:
