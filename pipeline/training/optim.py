@@ -123,7 +123,8 @@ class GradientOrder:
         self._arrived = array("l")
         for index, (name, parameter) in enumerate(model.named_parameters()):
             self._names.append(name)
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
 
     def end_micro_batch(self) -> None:
         """Compare what came since the last call; all ranks call this after a backward pass.
