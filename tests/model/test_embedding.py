@@ -178,7 +178,7 @@ def test_every_kind_learns_what_it_may(input: str, output: str, dtype: torch.dty
 
 
 def trained(
-    world: World, spec: ModelSpec, directory: Path
+    world: World, spec: ModelSpec, directory: Path, stage: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Two updates, saved, then one more from the state in an engine of other weights."""
     connect(world)
@@ -191,7 +191,7 @@ def trained(
             model,
             make_recipe(spec.model),
             world=world,
-            ds_config={"zero_optimization": {"stage": 1, "overlap_comm": False}},
+            ds_config={"zero_optimization": {"stage": stage, "overlap_comm": False}},
             make_optimizer=lambda groups: torch.optim.Adam(
                 groups, lr=LEARNING_RATE / 100, fused=True
             ),
@@ -228,13 +228,17 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("input", "output"), [("learned", "untied"), ("frozen", "tied"), ("one_hot", "tied")]
+    ("input", "output", "stage"),
+    [
+        *(("learned", "untied", 1), ("frozen", "tied", 1), ("one_hot", "tied", 1)),
+        *(("frozen", "tied", 2), ("frozen", "untied", 2)),
+    ],
 )
 def test_two_ranks_train_save_and_resume_every_kind(
-    input: str, output: str, pool2: ProcessPool, tmp_path: Path
+    input: str, output: str, stage: int, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     spec = spec_of(input, output)
-    (norms, weights), _ = pool2.run(trained, spec, tmp_path)
+    (norms, weights), _ = pool2.run(trained, spec, tmp_path, stage)
     expected, _ = plain_training(
         spec, make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LEARNING_RATE / 100)
     )
