@@ -124,8 +124,7 @@ class GradientOrder:
         trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
         for index, (name, parameter) in enumerate(trained):
             self._names.append(name)
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
 
     def end_micro_batch(self) -> None:
         """Compare what came since the last call; all ranks call this after a backward pass.
