@@ -401,13 +401,12 @@ def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(
     overlay, settings, most = MODULES[kind]
     recipe = load_recipe(f"dense_iwslt14{overlay}", {"model": {"language_modules": settings}})
     with meta_stands_for(DEVICES[device].capability):
-        found, others = (
-            count_training(recipe, vocabulary_size=100, num_groups=0, num_languages=languages)
-            for languages in (9, 16)
-        )
+        found = count_training(recipe, vocabulary_size=100, num_groups=0, num_languages=9)
+        if device == "h100":
+            more = count_training(recipe, vocabulary_size=100, num_groups=0, num_languages=16)
+            assert found.kinds == more.kinds
     assert len(found.launches) <= most[device]
     assert len(found.host_waits) == WAITS.get((kind, device), 0)
-    assert found.kinds == others.kinds
 
 
 @pytest.mark.parametrize("fails", [lambda x_ND: x_ND.bincount(), lambda x_ND: x_ND + on_host(1)])

@@ -78,7 +78,7 @@ def run_everything() -> None:
     loss, _ = summed_cross_entropy(logits_LV, labels_L, smoothing=0.1, vocabulary=VOCABULARY)
     loss.backward()
     spans = Spans(torch.empty(129, dtype=torch.int32, device=META), 64, numbers)
-    attentions = ((8, True, dropout), (8, False, None), (16, True, dropout), (16, False, dropout))
+    attentions = ((8, True, dropout), (8, False, None), (16, False, dropout))
     for heads, is_causal, drop in attentions:
         joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
         kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
