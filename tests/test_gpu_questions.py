@@ -119,6 +119,7 @@ def test_a_result_file_that_cannot_be_is_refused_before_anything_is_measured(
     assert result_file("new.json") == Path("new.json")
 
 
+@pytest.mark.slow
 def test_rows_of_a_process_that_fails_or_hangs_are_kept() -> None:
     from gpu import MARK, in_a_process
 
@@ -162,6 +163,7 @@ def test_the_stages_of_two_cards_have_options_and_recipes_that_exist() -> None:
     assert load_ds_config(options.ds_config)
 
 
+@pytest.mark.slow
 @NOT_ON_A_GPU
 @pytest.mark.parametrize(
     ("section", "options", "why"),

@@ -140,6 +140,7 @@ leave(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_command_with_a_closed_stream_does_its_work_and_gives_no_file_its_number(
     number: int,

@@ -131,6 +131,7 @@ def filtered(
 # ---------------------------------------------------------------- line by line
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_every_line_of_every_file_is_translated_as_the_filter_does(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +403,7 @@ def refused(code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None
 # ---------------------------------------------------------------- interruption and ranks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_an_interrupted_run_goes_on_with_the_same_batches_and_repeats_no_finished_one(
     bench: Bench, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch

@@ -1395,6 +1395,7 @@ def test_a_record_that_a_disk_fails_to_take_is_one_sentence_that_names_it(
     assert ".jobs.json" not in "".join(names_in(bench.folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["sentencepiece", "pydantic", "pipeline.machine"])
 def test_a_required_package_that_is_not_installed_is_one_sentence(
     tmp_path: Path, module: str

@@ -309,6 +309,7 @@ def test_a_process_that_loaded_torch_leaves_with_its_interpreter_whole(
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", ["", "import torch"])
 def test_ctrl_c_while_a_process_leaves_prints_nothing(loads: str) -> None:
     script = f"""

@@ -83,6 +83,7 @@ def test_a_loss_over_the_papers_vocabulary_launches_very_few_operators() -> None
     assert 0 < len(counter.counted.launches) <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "moe", "most"),
     [
@@ -203,6 +204,7 @@ MORE_THAN_PLAIN = 64
 """Launches that a front may add to a micro-batch, however many layers there are."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_front_adds_as_few_launches_to_a_deep_encoder_as_to_a_shallow_one_and_no_wait(
     front: str,

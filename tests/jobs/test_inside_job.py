@@ -217,6 +217,7 @@ def test_a_step_that_outlives_a_report_is_ended_and_requeued(bench: Bench) -> No
     assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_told_to_end_may_take_its_time_to_save(bench: Bench) -> None:
     bench.kill_wait = 0
     told = f"end(0, 'lost', {TOLD_TO_END!r})\ntime.sleep(3)\nsave(4)"

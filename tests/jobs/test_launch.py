@@ -63,6 +63,7 @@ def test_every_rank_gets_its_place_in_one_world(tmp_path: Path) -> None:
     assert len({environment["MASTER_PORT"] for environment in found}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ranks_of_a_plan_that_torchrun_started_meet_in_a_store_of_their_own(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

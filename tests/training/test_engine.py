@@ -542,6 +542,7 @@ def refusal_of(world: World, zero: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [

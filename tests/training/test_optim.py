@@ -255,6 +255,7 @@ def poisoned_update(world: World, /, *, poison: float, name: str, **options: Any
 NORM, EXPERTS = "decoder.final_norm.weight", "encoder.layers.1.feed_forward.experts.up.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "poison", "name"),
     [
@@ -317,6 +318,7 @@ def state_after_scattering(world: World, scatters: bool) -> dict[str, Tensor]:
     return pieces(engine)
 
 
+@pytest.mark.slow
 def test_ranks_get_the_same_sums_in_parts_as_they_do_in_full(pool4: ProcessPool) -> None:
     """GPUs send each rank its part only; here gloo does so, too."""
     in_parts, in_full = (pool4.run(state_after_scattering, way) for way in (True, False))
@@ -343,6 +345,7 @@ def state_with_experts_that_add(
     return pieces(engine), sum(hasattr(one, "main_gradient") for one in parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("spec", "parallel_size"), [(DENSE, 1), (SPEC, 1), (SPEC, 2)])
 def test_experts_that_add_their_gradients_themselves_get_the_same_updates(

@@ -115,6 +115,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(
     assert "--profile: the profile was not written: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_profile_that_takes_long_to_write_is_no_hang_for_the_watchdog(tmp_path: Path) -> None:
     """The table is a pipe, which nobody reads until steps were counted."""
     pipe = tmp_path / "model.profile" / ".updates-2-3.unfinished.txt"
