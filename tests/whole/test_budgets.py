@@ -47,7 +47,7 @@ LINES = {
     "tests": 66_776,  # 49,000: with the next three
     "tests/bench": 3_866,  # 3,600
     "tests/support": 5_187,  # 3,000
-    "tests/whole": 6_441,  # 4,500
+    "tests/whole": 6_320,  # 4,500
     "pages": 6_412,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
