@@ -13,7 +13,7 @@ _TRAINING_INPUTS = {
     "shards": Input("shards", "tokenized sentences"),
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
-_SIZE_OF_BATCHES = ("decoding.tokens",)  # a translation does not depend on its batch
+_SIZE_OF_BATCHES = ("decoding.tokens",)  # decides only with model.moe.evaluation_capacity_factor
 
 _CORE = (
     Stage(

@@ -357,6 +357,11 @@ def test_the_language_of_a_text_is_one_of_the_named_system(
         message = {"type": "http.request", "body": json.dumps(told).encode()}
         status, body = asyncio.run(ask(api, "/translate", message))
         assert (status, json.loads(body)["detectedLanguage"]["language"]) == (200, expected)
+    for path in ("/translate", "/detect"):
+        told = {"q": text, "source": "auto", "target": "de", "system": "narow"}
+        message = {"type": "http.request", "body": json.dumps(told).encode()}
+        status, body = asyncio.run(ask(api, path, message))
+        assert (status, "'narrow'" in body.decode()) == (400, True)
     api.close()
 
 
