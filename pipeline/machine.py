@@ -58,6 +58,13 @@ def visible_gpus() -> Gpus:
     return gpus_of(_capabilities(), os.environ)
 
 
+def gpu_names() -> list[str]:
+    """Return, for each visible GPU, the ``CUDA_VISIBLE_DEVICES`` that shows no other."""
+    count, named = visible_gpus().count, os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if named is None else map(str.strip, named.split(","))
+    return [*names][:count]
+
+
 def gpus_of(capabilities: tuple[float, ...], environment: Mapping[str, str]) -> Gpus:
     """Return the visible GPUs of a machine with these compute capabilities.
 

@@ -36,6 +36,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.locks import lock_path
 from pipeline.artifacts.vocabularies import SPECIALS, ByteVocabulary
+from pipeline.config.recipe import load_recipe, parse_overrides
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
@@ -264,7 +265,7 @@ def test_a_line_is_tagged_with_both_languages_and_ended(bench: Bench) -> None:
         source_language=LANGUAGES.index("de"),
         target_language=LANGUAGES.index("en"),
     )
-    (expected,) = beam_search(translator.model, [source], decoding, eos_id=eos_id)
+    (expected,) = beam_search(translator.model, [source], translator.config, eos_id=eos_id)
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
     assert found.score == round(expected.score, 4)
     assert found.text == translator.tokenizer.decode(expected.tokens)
@@ -282,13 +283,15 @@ def test_the_statistics_and_the_summary_count_lines_empty_and_cut_ones(whole: Be
         "split": 1,
         "invalid": sum(one.invalid > 0 for one in every),
         "unknown": 0,
+        "at_limit": sum(one.at_limit for one in every),
         "invalid_sequences": {name: count for name, count in invalid.items() if count},
         "directions": {"de-en": 5, "en-de": 5, "en-fr": 3, "fr-en": 3},
         "skipped_directions": [],
     }
-    lines, split, of_bytes = manifest.summary
+    lines, split, at_limit, of_bytes = manifest.summary
     assert lines.startswith(f"{NUM_LINES} lines in 4 directions translated; ")
     assert split.startswith("1 line too long for the model: ")
+    assert at_limit.startswith(f"{manifest.statistics['at_limit']} translations as long as ")
     most_first = sorted(invalid, key=lambda name: (-invalid[name], name))
     by_direction = ", ".join(f"{name} {invalid[name]}" for name in most_first if invalid[name])
     assert of_bytes.endswith(": " + by_direction)
@@ -316,15 +319,51 @@ def test_broken_bytes_are_dropped_and_counted_in_every_part_of_a_line(
     assert (whole.split, whole.invalid) == (5, sum(sequences))
 
 
-def test_lines_with_unknown_characters_are_counted_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("search", ["beam", "sampling"])
+@pytest.mark.parametrize(("ratio", "most"), [(0.0, 3), (0.5, 8)])
+def test_a_translation_as_long_as_the_settings_permit_is_marked(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, search: str, ratio: float, most: int
+) -> None:
+    """Ten source tokens: 8 letters, the language and end-of-sentence."""
+    settings = {"max_length_ratio": ratio, "max_extra_length": 3, "search": search}
+    translator = Translator(checkpoint, DecodingConfig.model_validate(settings))
+    job = Job(Direction("de", "en"), 0, "Ein Satz")
+    (found,) = translator.search(translator.sources([job]))
+    assert len(found[0].tokens) <= most - 1
+    for length in range(most):
+        row = Translation(tuple(range(len(SPECIALS) + 97, len(SPECIALS) + 97 + length)), -1.0)
+        monkeypatch.setattr(Translator, "search", lambda *_, row=row: [[row]])
+        (hypothesis,) = translator.translate([job])
+        assert hypothesis.at_limit == (length == most - 1)
+
+
+def test_bytes_have_three_times_the_length_of_pieces_unless_a_recipe_says_otherwise(
+    checkpoint: Artifact,
+) -> None:
+    for text, ratio in [
+        ("", 6.0),
+        ("decoding.beam_size=2", 6.0),
+        ("decoding.max_length_ratio=2", 2),
+    ]:
+        overrides = parse_overrides(["tokenizer.kind=bytes", *filter(None, [text])])
+        assert load_recipe(None, overrides).decoding.max_length_ratio == ratio
+        without = load_recipe(None, parse_overrides([*filter(None, [text])])).decoding
+        assert without.max_length_ratio == 2.0
+        assert Translator(checkpoint, without).config.max_length_ratio == ratio
+
+
+def test_lines_with_unknown_characters_and_long_ones_are_counted_and_told(tmp_path: Path) -> None:
     tally = Tally([Direction("de", "en")])
     for unknown in (0, 2, 0, 1):
-        tally.add(Direction("de", "en"), vars(Hypothesis("x", unknown=unknown)))
+        hypothesis = Hypothesis("x", unknown=unknown, at_limit=unknown == 2)
+        tally.add(Direction("de", "en"), vars(hypothesis))
     with writing(tmp_path / "out", "translations") as writer:
         writer.statistics.update(tally.statistics())
         summarize(writer, Selection((Direction("de", "en"),), skipped=()))
     assert writer.summary[1:] == [
-        "2 lines with characters that the model's vocabulary does not have"
+        "2 lines with characters that the model's vocabulary does not have",
+        "1 translation as long as decoding.max_length_ratio and decoding.max_extra_length permit: "
+        "the end may be cut off",
     ]
 
 

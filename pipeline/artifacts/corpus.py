@@ -160,6 +160,8 @@ class Hypothesis:
     """Byte sequences that are not valid UTF-8 and were dropped from the text."""
     unknown: int = 0
     """Tokens of the source for characters that the vocabulary does not have, one per run."""
+    at_limit: bool = False
+    """Whether it is as long as the settings permit, so that its end may be cut off."""
     details: Details | None = None
     """Alternatives, words and alignment, which are stored in a file of their own."""
 

@@ -129,6 +129,7 @@ class Tokenizer:
         output_size: Number of ids, counted from 0, that text of the target languages consists of;
             None without target languages.
         segmenters: Language written without spaces → segmenter.
+        has_bytes: Whether the pieces are bytes.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Tokenizer:
         self._target_vocabulary = target_vocabulary or vocabulary
         self._language_ids = dict(language_ids)
         self._languages_by_id = {index: code for code, index in language_ids.items()}
+        self.has_bytes = isinstance(vocabulary, ByteVocabulary)
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
 
     def encode(self, text: str, *, language: str | None = None) -> list[int]:

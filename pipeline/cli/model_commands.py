@@ -357,6 +357,6 @@ def _with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Deco
         if name in asked:
             asked[name] = (*getattr(decoding, name), *asked[name])
     try:
-        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
+        return DecodingConfig.model_validate({**decoding.model_dump(exclude_unset=True), **asked})
     except ValidationError as error:
         raise ConfigError(describe_validation(error, DecodingConfig)) from error

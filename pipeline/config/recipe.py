@@ -54,7 +54,7 @@ from pipeline.config.settings import (
     shown,
     tables_of_names,
 )
-from pipeline.decoding.settings import DecodingConfig, TextConfig
+from pipeline.decoding.settings import BYTES_LENGTH_RATIO, DecodingConfig, TextConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.installed import INSTALLED
@@ -100,7 +100,11 @@ class CoreRecipe(Settings):
 
     @classmethod
     def of_today(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the pivots that stages had of their own, if they equal the corpus's."""
+        """Fill in the length ratio of bytes; leave out pivots of stages that equal the corpus's."""
+        decoding = values.get("decoding", {})
+        match values.get("tokenizer"):
+            case {"kind": "bytes"} if isinstance(decoding, Mapping):
+                values["decoding"] = {"max_length_ratio": BYTES_LENGTH_RATIO, **decoding}
         corpus, pivot = values.get("corpus"), CorpusConfig.model_fields["pivot"].default
         if isinstance(corpus, Mapping):
             pivot = corpus.get("pivot", pivot)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis
 from pipeline.artifacts.spelling import is_blank
-from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.settings import LENGTH_SETTINGS, DecodingConfig
 from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
@@ -46,6 +46,8 @@ class FilterCounts:
     invalid_sequences: int = 0
     unknown: int = 0
     """Lines with characters that the vocabulary does not have."""
+    at_limit: int = 0
+    """Lines whose translation is as long as the settings permit."""
 
     def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
         """Count a line and its translation."""
@@ -57,6 +59,7 @@ class FilterCounts:
         self.invalid += hypothesis.invalid > 0
         self.invalid_sequences += hypothesis.invalid
         self.unknown += hypothesis.unknown > 0
+        self.at_limit += hypothesis.at_limit
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
         """Yield one sentence for each kind of remark, after the last line."""
@@ -76,6 +79,11 @@ class FilterCounts:
             yield (
                 f"{self.unknown:,} of {self.lines:,} lines have characters that the model's "
                 "vocabulary does not have. The model cannot tell these apart."
+            )
+        if self.at_limit:
+            yield (
+                f"{self.at_limit:,} of {lines} have a translation as long as {LENGTH_SETTINGS} "
+                "permit: its end may be cut off."
             )
         if self.truncated:
             yield (

@@ -6,6 +6,11 @@ from pydantic import model_validator
 
 from pipeline.config.settings import BatchTokens, Route, Seed, Settings, Temperature, number, whole
 
+LENGTH_SETTINGS = "decoding.max_length_ratio and decoding.max_extra_length"
+"""Names of the settings that end a hypothesis, for remarks."""
+BYTES_LENGTH_RATIO = 6.0
+"""``max_length_ratio`` of vocabularies of bytes, where it is not set."""
+
 
 class DecodingConfig(Settings):
     """Decoding by beam search or sampling."""
@@ -45,7 +50,8 @@ class DecodingConfig(Settings):
     length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0
     """Exponent of the length by which scores are divided: values above 0 favor long hypotheses."""
     max_length_ratio: Annotated[float, number(least=0, most=1000)] = 2.0
-    """Tokens of a hypothesis per source token, see max_extra_length."""
+    """Tokens of a hypothesis per source token, see max_extra_length. Not set, with a vocabulary of
+    bytes: 6.0, since an English letter has one byte and letters of other scripts two or three."""
     max_extra_length: Annotated[int, whole(0, 2**20)] = 10
     """A hypothesis has at most max_length_ratio · source tokens + max_extra_length tokens."""
     tokens: BatchTokens = 4096

@@ -27,12 +27,18 @@ from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
-from pipeline.decoding.hypotheses import ForcedPass, Source, Translation, forced_pass
+from pipeline.decoding.hypotheses import (
+    ForcedPass,
+    Source,
+    Translation,
+    forced_pass,
+    length_limit,
+)
 from pipeline.decoding.minimum_bayes_risk import Candidates, CometChoice, choose
 from pipeline.decoding.quantization import quantize, weight_dtype
 from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
-from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.settings import BYTES_LENGTH_RATIO, DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import can_loop
 from pipeline.languages import meant_code, unknown_language
@@ -84,6 +90,8 @@ class _Found:
     part: _Part
     hypotheses: list[Translation]
     forced: ForcedPass | None = None
+    limit: int = 0
+    """Most tokens that the best may have, end-of-sentence included."""
 
     @property
     def best(self) -> Translation:
@@ -111,8 +119,10 @@ class Translator:
         Raises:
             ConfigError: the model cannot do what the settings ask for.
         """
-        self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
+        if self.tokenizer.has_bytes and "max_length_ratio" not in config.model_fields_set:
+            config = config.model_copy(update={"max_length_ratio": BYTES_LENGTH_RATIO})
+        self.config = config
         refuse_other_tokenizer(checkpoint, self.tokenizer)
         spec = read_spec(checkpoint)
         self.scheme = spec.tag_scheme
@@ -208,6 +218,7 @@ class Translator:
                 split=max(first.split, last.split),
                 invalid=first.invalid + last.invalid,
                 unknown=first.unknown,
+                at_limit=first.at_limit or last.at_limit,
             )
         return found
 
@@ -451,7 +462,12 @@ class Translator:
         elif self.config.choose == "mbr":
             hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
         forced = self._forced_passes(sources, [of_source[0] for of_source in hypotheses])
-        return [_Found(*one) for one in zip(parts, hypotheses, forced, strict=True)]
+        positions = self.model.spec.model.max_positions
+        limits = [
+            length_limit(source, self.config, positions=positions - len(source.prompt))
+            for source in sources
+        ]
+        return [_Found(*one) for one in zip(parts, hypotheses, forced, limits, strict=True)]
 
     def _forced_passes(
         self, sources: Sequence[Source], best: Sequence[Translation]
@@ -494,6 +510,7 @@ class Translator:
             invalid=sum(self.tokenizer.decode_counted(one.best.tokens).dropped for one in found),
             # A run of unknown characters is one token, so this is no number of characters.
             unknown=sum(one.part.tokens.count(self.tokenizer.unk_id) for one in found),
+            at_limit=any(len(one.best.tokens) >= one.limit - 1 for one in found),
             details=self._details(job, found) if asks else None,
         )
 

@@ -84,6 +84,7 @@ def launch(
     processes: int,
     threads: int,
     requests: StopRequests | None = None,
+    gpu: str | None = None,
     grace_seconds: float = GRACE_SECONDS,
     leaving_seconds: float = LEAVING_SECONDS,
 ) -> int:
@@ -94,6 +95,15 @@ def launch(
     ``leaving_seconds``. A signal to stop is forwarded, and the children decide; a caller that wants
     to know of it passes ``requests``, already entered. Signals stay pending in a child until that
     unblocks them, as the command line does once it can handle them (``signals.let_signals_in``).
+
+    Args:
+        arguments: options and arguments of Python.
+        processes: ranks; on GPUs, at most one for each.
+        threads: threads of each rank.
+        requests: where signals to stop are noted.
+        gpu: ``CUDA_VISIBLE_DEVICES`` of the ranks; None for this process's.
+        grace_seconds: time to end after another failed.
+        leaving_seconds: time to end after another stopped.
 
     Returns:
         0; EXIT_RUN_AGAIN if a child said so and none failed before; else the code of the child that
@@ -109,6 +119,8 @@ def launch(
         # The store of a torchrun that started this process is not that of these ranks.
         of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
         variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports, **of_torchrun}
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu
         try:
             for rank in range(processes):
                 world = World(rank, processes, rank, processes, LOOPBACK, port)

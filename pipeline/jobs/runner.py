@@ -7,10 +7,12 @@ stop.
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 from pydantic import TypeAdapter
 
@@ -56,7 +58,7 @@ from pipeline.jobs.freshness import (
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import ResolvedPlan, Task, manifest_of
-from pipeline.machine import processes_here, visible_gpus
+from pipeline.machine import gpu_names, processes_here, visible_gpus
 from pipeline.stage import named_path
 from pipeline.terminal import listed, text_table
 
@@ -81,7 +83,8 @@ def run_plan(
 
     Python runs ``program`` as the command line. Stages of ``rebuild`` may train anew: their earlier
     training is then set aside. Up to ``jobs`` stages that do not need each other run at once: a
-    stage of ranks then has one process, and all divide their threads.
+    stage of ranks then has one process, all divide their threads, and each has a GPU of its own as
+    far as there are GPUs.
 
     Returns:
         0; the exit code of the stage that failed.
@@ -96,14 +99,21 @@ def run_plan(
     lock_path = plan_lock_path(resolved.out_dir)
     with exclusive(lock_path, what=str(resolved.out_dir)), StopRequests() as requests:
         refuse_losses(resolved, rebuild=rebuild)
+        free_gpus = deque(islice(cycle(gpu_names() if jobs > 1 else ()), jobs))
 
         def launch_stage(task: Task) -> int:
-            return launcher(
-                [*program, *stage_arguments(resolved, task)],
-                processes=_processes_of(task, jobs=jobs),
-                threads=max(1, task.planned.threads // jobs),
-                requests=requests,
-            )
+            gpu = free_gpus.popleft() if free_gpus else None
+            try:
+                return launcher(
+                    [*program, *stage_arguments(resolved, task)],
+                    processes=_processes_of(task, jobs=jobs),
+                    threads=max(1, task.planned.threads // jobs),
+                    requests=requests,
+                    gpu=gpu,
+                )
+            finally:
+                if gpu is not None:
+                    free_gpus.append(gpu)
 
         run = _Run(resolved, rebuild, launch_stage, requests, say)
         try:

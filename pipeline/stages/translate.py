@@ -50,6 +50,7 @@ from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recipe import describe_change, with_defaults
 from pipeline.config.settings import Route
+from pipeline.decoding.settings import LENGTH_SETTINGS
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import Progress
 from pipeline.distributed.world import (
@@ -350,20 +351,24 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     done.remove()
 
 
+_REMARKS = ("truncated", "split", "invalid", "unknown", "at_limit")
+"""Properties of translations of which lines are counted."""
+
+
 class Tally:
     """Counts of translations, as the statistics of translations and translated text hold them."""
 
     def __init__(self, directions: Iterable[Direction]) -> None:
         self._lines = {str(direction): 0 for direction in directions}
         self._invalid = Counter[str]()
-        self._counts = dict.fromkeys(("empty", "truncated", "split", "invalid", "unknown"), 0)
+        self._counts = dict.fromkeys(("empty", *_REMARKS), 0)
 
     def add(self, direction: Direction, record: Mapping[str, Any]) -> None:
         """Count one translation, given as a JSON object."""
         self._lines[str(direction)] += 1
         self._invalid[str(direction)] += record["invalid"]
         self._counts["empty"] += not record["text"]
-        for name in ("truncated", "split", "invalid", "unknown"):
+        for name in _REMARKS:
             self._counts[name] += record.get(name, 0) > 0
 
     def statistics(self) -> dict[str, Any]:
@@ -409,6 +414,11 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         writer.summary.append(
             f"{counted(counts['unknown'], 'line')} with characters that the model's vocabulary "
             "does not have"
+        )
+    if counts["at_limit"]:
+        writer.summary.append(
+            f"{counted(counts['at_limit'], 'translation')} as long as {LENGTH_SETTINGS} permit: "
+            "the end may be cut off"
         )
     if counts["invalid"]:
         invalid = counts["invalid_sequences"]

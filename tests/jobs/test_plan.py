@@ -95,14 +95,22 @@ class Workshop:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.told: list[tuple[int, int]] = []
+        self.gpus: list[str | None] = []
         self.commands: list[list[str]] = []
         self.codes: list[int] = []
         """Exit codes of the next starts that are to do nothing; then all succeed."""
 
     def __call__(
-        self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
+        self,
+        arguments: Sequence[str],
+        *,
+        processes: int,
+        threads: int,
+        requests: StopRequests,
+        gpu: str | None,
     ) -> int:
         assert isinstance(requests, StopRequests)
+        self.gpus.append(gpu)
         options = [argument for argument in arguments if argument.startswith("--")]
         named = dict(option[2:].partition("=")[::2] for option in options)
         out_dir = Path(named["out"])
@@ -1198,6 +1206,34 @@ def test_stages_run_side_by_side_with_the_same_result(setup: Setup) -> None:
     assert set(setup.workshop.told) == {(1, 1)}
     rows = said.splitlines()[-len(names) :]
     assert [row.split()[:2] for row in rows] == [[name, "done"] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("visible", "named", "shown"),
+    [
+        (4, None, {"0", "1"}),
+        (6, "5, 3", {"5", "3"}),
+        (6, "MIG-a,MIG-b", {"MIG-a", "MIG-b"}),
+        (1, None, {"0"}),
+        (0, None, {None}),
+    ],
+)
+def test_stages_side_by_side_have_different_gpus(
+    visible: int,
+    named: str | None,
+    shown: set[str | None],
+    setup: Setup,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.machine._capabilities", lambda: (9.0,) * visible)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    _add_twins(setup, "twin")
+    assert setup.run(only=["corpus"])[0] == 0
+    assert setup.workshop.gpus == [None], "one stage at a time sees all"
+    setup.workshop, setup.jobs = Meeting("shards", "twin"), 2
+    assert setup.run(only=["shards", "twin"])[0] == 0
+    assert {*setup.workshop.gpus} == shown
 
 
 def test_a_stage_that_fails_lets_its_neighbors_end_and_nothing_else_begins(setup: Setup) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pipeline import cli
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import Plan, ResolvedPlan, load_plan, resolve_plan
 from support.forked import forking
 from support.raw_trees import write
@@ -106,11 +105,8 @@ def write_tree(root: Path, *, lines: Mapping[str, int], validated: Sequence[str]
     write(root, files)
 
 
-def as_child(
-    arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-) -> int:
+def as_child(arguments: Sequence[str], **_: object) -> int:
     """Run a stage in a process of its own, forked from one that has loaded its code."""
-    del processes, threads, requests
     child = forking().Process(target=run_stage, args=(list(arguments[2:]),))
     child.start()
     child.join()

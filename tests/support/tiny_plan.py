@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from pipeline import cli
-from pipeline.jobs.launch import StopRequests
 
 RECIPE = '[corpus]\nsource = "tree"\n[clean]\n'
 RAW = {
@@ -25,8 +24,5 @@ inputs = {{ corpus = "corpus" }}
 """
 
 
-def in_this_process(
-    arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-) -> int:
-    del processes, threads, requests
+def in_this_process(arguments: Sequence[str], **_: object) -> int:
     return cli.main(arguments[2:])
