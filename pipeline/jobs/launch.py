@@ -95,15 +95,7 @@ def launch(
     ``leaving_seconds``. A signal to stop is forwarded, and the children decide; a caller that wants
     to know of it passes ``requests``, already entered. Signals stay pending in a child until that
     unblocks them, as the command line does once it can handle them (``signals.let_signals_in``).
-
-    Args:
-        arguments: options and arguments of Python.
-        processes: ranks; on GPUs, at most one for each.
-        threads: threads of each rank.
-        requests: where signals to stop are noted.
-        gpu: ``CUDA_VISIBLE_DEVICES`` of the ranks; None for this process's.
-        grace_seconds: time to end after another failed.
-        leaving_seconds: time to end after another stopped.
+    ``gpu`` is the ``CUDA_VISIBLE_DEVICES`` of the ranks, unless they see what this process sees.
 
     Returns:
         0; EXIT_RUN_AGAIN if a child said so and none failed before; else the code of the child that
