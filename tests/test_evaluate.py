@@ -330,6 +330,31 @@ def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> Non
     assert "## Comparison with the baseline perfect" in report_of(made)
 
 
+@pytest.mark.parametrize("slow", ["comet", "nearest neighbor"])
+def test_an_unknown_baseline_is_refused_before_what_takes_long(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = make_corpus(tmp_path / "corpus", {"test": TEST_LINES}, trained=TRAINING_LINES)
+    systems = {"copied": translations(tmp_path / "system", corpus, copied)}
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr("pipeline.evaluation.scoring.ask_comet", None)
+    monkeypatch.setattr(evaluate, "retrieve_all", None)
+    with pytest.raises(ConfigError, match=r"names 'copy', which is none of the systems copied"):
+        evaluate.run(
+            stage_call(
+                tmp_path / "out",
+                corpus,
+                systems,
+                settings=EvaluationConfig(
+                    scores=("comet",) if slow == "comet" else ("bleu",),
+                    nearest_neighbor=slow != "comet",
+                    baseline="copy",
+                ),
+                comet=tmp_path / "model" if slow == "comet" else None,
+            )
+        )
+
+
 def corpus_of_parallel_lines(path: Path, *, shared: bool = True) -> Artifact:
     """Thirty sentences in three languages; or, in every pair, thirty others."""
 
@@ -395,7 +420,9 @@ def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path:
     """The one training line answers all test lines with a trigram of it; others are copied."""
     tests = corpus_of_tests(tmp_path / "tests")
     more = {"training": corpus_of_training(tmp_path / "trained")}
-    made = scored(tmp_path, tests, {"copied": copied}, more=more, nearest_neighbor=True)
+    asked = {"nearest_neighbor": True, "baseline": "nearest neighbor"}
+    made = scored(tmp_path, tests, {"copied": copied}, more=more, **asked)
+    assert made.read_json("scores.json")["verdicts"]["baseline"] == "nearest neighbor"
     names = [one["name"] for one in made.read_json("scores.json")["systems"]]
     assert names == ["copied", "nearest neighbor"]
     families = {one["family"] for one in made.read_json("scores.json")["directions"]}

@@ -28,6 +28,7 @@ from pipeline.evaluation.bleu import Bleu, SpBleu
 from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.language_detector import LanguageAccuracy
+from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR
 from pipeline.evaluation.scores import (
     Column,
     Comparison,
@@ -401,7 +402,8 @@ def check_inputs(call: StageCall) -> None:
 
     Raises:
         ConfigError: a model is given but not used, or needed but not given; a set of languages
-            contains an unknown language; or a system is named with and without a seed.
+            contains an unknown language; a system is named with and without a seed; or the
+            baseline is none of them.
     """
     settings = call.recipe.evaluation
     has_comet, asks_comet = "comet" in call.raw, "comet" in settings.computed_scores
@@ -415,7 +417,8 @@ def check_inputs(call: StageCall) -> None:
         )
     for code in (code for codes in settings.language_sets.values() for code in codes):
         parse_tag(code)
-    group_runs(call.many("systems"))
+    added = [NEAREST_NEIGHBOR] if settings.nearest_neighbor else []
+    baseline_of([*group_runs(call.many("systems")), *added], settings.baseline)
 
 
 def shared_directions(

@@ -500,6 +500,7 @@ class Publishing:
         with self._call.new_artifact(wall_seconds=round(wall_seconds, 3)) as writer:
             for name in weights.names():
                 writer.take_over(name, weights)
+            self._run_directory.metrics_path.touch()  # a user may have removed a damaged one
             link_or_copy(self._run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.notes.add("metrics.jsonl")  # seconds, memory, resumptions
             if self._quarantine.entries:

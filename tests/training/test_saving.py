@@ -246,6 +246,21 @@ def test_the_artifact_holds_the_best_weights_and_the_metrics_and_says_which(
     assert made.manifest.run.wall_seconds >= 1000.0
 
 
+@pytest.mark.parametrize("averaged", [[], [4, 6]])
+def test_a_run_without_its_metrics_is_published(averaged: list[int], tmp_path: Path) -> None:
+    """A refusal of a damaged line says that the file may go, even after the last update."""
+    publish(
+        tmp_path,
+        ENDED,
+        recipe=make_recipe(average_last=len(averaged)),
+        averaged=averaged,
+        damage=lambda best: best.with_name("metrics.jsonl").unlink(),
+    )
+    made = open_artifact(tmp_path / "model", kind="checkpoint")
+    assert made.file("metrics.jsonl").read_bytes() == b""
+    assert made.statistics["updates"] == 6
+
+
 @pytest.mark.parametrize("tier", ["all", "low"])
 def test_weights_of_which_no_perplexity_is_a_number_are_not_called_the_best(
     tier: str, tmp_path: Path
