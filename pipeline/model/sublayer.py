@@ -147,6 +147,8 @@ class After(Protocol):
     def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
         """Return the bytes of activations that this module keeps for the backward pass.
 
+        They are measured for a module without this method.
+
         Args:
             tokens: tokens of the micro-batch, on this rank.
             width: the model width D.
