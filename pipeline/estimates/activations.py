@@ -1,8 +1,8 @@
 """Estimate the activation memory that a forward pass keeps for its gradients, by part.
 
 Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Other
-feed-forwards and front ends run on the meta device, and the tensors that autograd saves are counted
-(for a front end, as the difference of an encoder with and without it).
+feed-forwards, modules after sublayers and front ends run on the meta device, and the tensors that
+autograd saves are counted (for a front end, as the difference of an encoder with and without it).
 
 Legend of closed forms: N tokens of a side, L length, D width, F hidden width, H heads, E experts,
 R routes; e bytes of a value in the model's dtype.
@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -98,11 +98,19 @@ def _layer_bytes(layer: nn.Module, batch: MicroBatchShape, *, width: int) -> dic
     attentions = [module for module in layer.children() if isinstance(module, Attention)]
     part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
     size += sum(
-        sublayer.after.kept_bytes(tokens=batch.tokens, width=width, value=batch.value)
+        _after_bytes(sublayer.after, batch, width=width)
         for sublayer in layer.sublayers.values()
         if sublayer.after is not None
     )
     return {"attention": sum(_attention_bytes(one, batch) for one in attentions), part: size}
+
+
+def _after_bytes(module: Any, batch: MicroBatchShape, *, width: int) -> int:
+    if hasattr(module, "kept_bytes"):
+        return int(module.kept_bytes(tokens=batch.tokens, width=width, value=batch.value))
+    # The sublayer's result, which the run has as its input does, is kept as well.
+    inside = _saved_bytes(module, _through_after, batch, width=width)
+    return batch.value * batch.tokens * width + inside
 
 
 def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:
@@ -203,11 +211,17 @@ def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: T
     return model.front(x_ND, source, Passage(model.encoder.layers, packing, tokens))
 
 
-def _through_feed_forward(module: nn.Module, x_ND: Tensor, _: Packing, tokens: Tokens) -> Any:
+def _through_feed_forward(
+    module: Callable[..., Any], x_ND: Tensor, _: Packing, tokens: Tokens
+) -> Any:
     result = module(x_ND, tokens)
     if isinstance(result, Unbiased):
         return result.y_ND
     return result[0] if isinstance(result, tuple) else result
+
+
+def _through_after(module: nn.Module, x_ND: Tensor, *places: Any) -> Any:
+    return _through_feed_forward(partial(module, x_ND), x_ND, *places)
 
 
 def _saved_bytes(

@@ -236,11 +236,16 @@ class _Average(torch.autograd.Function):
 
 
 def kept_weights(weight_NC: Tensor, is_dropped_NC: Tensor | None, *, renormalize: bool) -> Tensor:
-    """Return weights with 0 for dropped routes; ``renormalize`` makes a token's others sum to 1."""
+    """Return weights with 0 for dropped routes; ``renormalize`` gives their share to the others.
+
+    The sum of their sizes stays: a router's own weights may have any sum and any sign.
+    """
     kept_NC = weight_NC if is_dropped_NC is None else weight_NC.masked_fill(is_dropped_NC, 0)
     if not renormalize:
         return kept_NC
-    return kept_NC / kept_NC.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    size_N1, kept_N1 = (each_NC.abs().sum(-1, keepdim=True) for each_NC in (weight_NC, kept_NC))
+    # Divided first: a token without kept routes has weights of 0, not 0 · inf.
+    return kept_NC / kept_N1.clamp_min(torch.finfo(torch.float32).tiny) * size_N1
 
 
 def kept_softmax(logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:

@@ -133,7 +133,9 @@ class ResidualNorm(nn.LayerNorm):
 class After(Protocol):
     """A module that changes the result of a sublayer's inner function."""
 
-    def __call__(self, x_ND: Tensor, y_ND: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, x_ND: Tensor, y_ND: Tensor, tokens: Tokens
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return the changed result (N, D) and, if there are any, the gates (N,).
 
         Args:
@@ -144,6 +146,8 @@ class After(Protocol):
 
     def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
         """Return the bytes of activations that this module keeps for the backward pass.
+
+        They are measured for a module without this method.
 
         Args:
             tokens: tokens of the micro-batch, on this rank.
@@ -239,8 +243,8 @@ class Sublayer:
         gates = x.gates
         if self.after is not None:
             # The module changes the whole result, so the bias cannot wait for the sum any more.
-            y_ND, bias_D = (y_ND if bias_D is None else y_ND + bias_D), None
-            y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
+            y_ND = y_ND if bias_D is None else y_ND + bias_D
+            y_ND, bias_D, gate_N = _parts_of(self.after(entered_ND, y_ND, x.tokens))
             _refuse_report(gate_N, Tensor, self.after)
             gates = gates if gate_N is None else (*gates, gate_N)
         y_ND = same_shape(y_ND, entered_ND, self.after or f)
@@ -257,9 +261,9 @@ def _refuse_report(report: object, kind: type, maker: object) -> None:
 
 
 def _parts_of(
-    result: Tensor | Unbiased | tuple[Tensor, RoutingRecord],
-) -> tuple[Tensor, Tensor | None, RoutingRecord | None]:
-    """Return the result of an inner function, the bias to add to it, and its routing."""
+    result: Tensor | Unbiased | tuple[Tensor, T],
+) -> tuple[Tensor, Tensor | None, T | None]:
+    """Return the states that a variant made, the bias to add to them, and its report."""
     if isinstance(result, Unbiased):
         return *result, None
     if isinstance(result, tuple) and len(result) == 2:

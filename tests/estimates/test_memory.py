@@ -37,6 +37,7 @@ from pipeline.estimates.memory import (
     estimate,
     worst_micro_batch,
 )
+from pipeline.extensions.language_modules.clsr import ConditionalRouting
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.pointwise import dropped
@@ -188,6 +189,16 @@ def test_a_layer_of_ones_own_keeps_what_it_adds_to_experts(
     monkeypatch.setattr("pipeline.model.moe.layer.MixtureOfExperts", WithSharedExpert)
     spec = wide_spec(moe=MoEConfig(num_experts=8, every=1))
     assert_is_kept(spec, full_batch(spec), dtype)
+
+
+@pytest.mark.parametrize("shared", ["per_sublayer", "none"])
+def test_a_module_after_a_sublayer_is_measured_if_it_does_not_say_what_it_keeps(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(ConditionalRouting, "kept_bytes")
+    modules = {"kind": "clsr", "tables": "per_sublayer", "shared_projection": shared}
+    spec = wide_spec(model={"language_modules": modules})
+    assert_is_kept(spec, full_batch(spec), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,19 @@ def test_a_softmax_over_what_is_kept_is_renormalized_with_its_gradient() -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [[[0.7, 0.2], [0.6, 0.3]], [[4.0, 1.0], [2.0, -0.5]]])
+def test_weights_of_any_sum_change_only_where_a_route_was_dropped(
+    weights: list[list[float]],
+) -> None:
+    """As evaluation, which drops none, has them: a router may make weights without a sum of 1."""
+    weight_NC = torch.tensor([weights[0], *weights, weights[1]])
+    is_dropped_NC = torch.tensor([[False, False], [False, True], [False, False], [True, True]])
+    found_NC = kept_weights(weight_NC, is_dropped_NC, renormalize=True)
+    sum_of_first = sum(map(abs, weights[0]))
+    expected = torch.tensor([weights[0], [sum_of_first, 0.0], weights[1], [0.0, 0.0]])
+    torch.testing.assert_close(found_NC, expected)
+
+
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_logits_of_averaged_routers_are_the_average_of_their_logits(num_groups: int) -> None:
     results = []

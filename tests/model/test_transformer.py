@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from pipeline.batching.batch import Batch, Packing, collate
+from pipeline.errors import ConfigError
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
@@ -175,6 +176,24 @@ def test_every_n_th_layer_has_experts_and_reports_them_encoder_first() -> None:
     batch = random_batch(spec, sentences=3, seed=1)
     counts = [len(record.expert_NC) for record in model(batch).routing]
     assert counts == [len(batch.source_N), len(batch.source_N), len(batch.target_N)]
+
+
+@pytest.mark.parametrize("layer", ["encoder.layers.0", "decoder.layers.1"])
+def test_a_module_after_a_sublayer_may_have_no_gates(layer: str) -> None:
+    model = tiny_model(tiny_spec())
+    of_layer: Any = model.get_submodule(layer)
+    sublayer = of_layer.sublayers["feed_forward"]
+    batch, logits = random_batch(model.spec, sentences=2, seed=1), []
+    for after in (lambda *given: 2 * given[1], lambda *given: (2 * given[1], None)):
+        sublayer.after = after
+        logits.append(model(batch).logits_LV)
+    assert torch.equal(*logits)
+    sublayer.after = None
+    assert not torch.allclose(model(batch).logits_LV, logits[0])
+    for wrong, found in ((None, "NoneType"), ((1, 2, 3), "tuple")):
+        sublayer.after = lambda *_, result=wrong: result
+        with pytest.raises(ConfigError, match=f"function returned a {found} where states"):
+            model(batch)
 
 
 def test_dropout_acts_in_training_only_and_follows_the_seed() -> None:

@@ -207,7 +207,9 @@ def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> 
         settings["language_modules"] = modules[0].model_dump() if modules else None
     moe = next((found.model_dump() for found in experts), None)
     if assembly.experts is not None:
-        stays = {name: value for name, value in (moe or {}).items() if name not in free}
+        # A decoder without experts does not get the router of the encoder's source.
+        routes = "decoder" in models and models["decoder"].moe is not None
+        stays = {name: value for name, value in (moe or {}).items() if routes or name not in free}
         moe = {**stays, **assembly.experts.model_dump(exclude_unset=True)}
     try:
         model = ModelConfig.model_validate({**settings, "moe": moe, **assembly.model})

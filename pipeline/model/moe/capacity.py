@@ -45,8 +45,8 @@ def dispatch_routes(
     """Keep every route or, if ``numbers`` has limits, as many as they allow.
 
     Slots go to first choices before second ones, and within a choice by position or, with
-    ``prioritized``, by descending top probability (ties by position). With ``renormalize``, the
-    weights of a token's kept choices sum to 1.
+    ``prioritized``, by descending top probability (ties by position). With ``renormalize``, a
+    token's kept choices get the weights of those that it lost.
     """
     is_limited = numbers.limits is not None
     given, by_priority = (routing.expert_NC, numbers), is_limited and prioritized

@@ -341,15 +341,32 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
 
 @pytest.mark.usefixtures("at_shelf")
 @pytest.mark.parametrize(
-    "settings", [{"top_k": 1, "combine_weights": "probability"}, {"every": 1, "top_k": 3}]
+    "settings",
+    [
+        {"top_k": 1, "combine_weights": "probability"},
+        {"every": 1, "top_k": 3},
+        {"decoder_router": "language_group"},
+        {"decoder_router": "language_group", "num_groups": 2},
+    ],
 )
 def test_settings_of_experts_that_are_not_declared_stay(settings: dict[str, Any]) -> None:
     moe = MoEConfig(num_experts=4, **settings)
-    make_checkpoint(Path("moe"), tiny_model(byte_spec(moe=moe)))
+    groups = 2 if moe.needs_groups else 0
+    make_checkpoint(Path("moe"), tiny_model(byte_spec(moe=moe, groups=groups)))
     text = ALL_DENSE.format(source="moe", ratio=0.1).replace("= 4\nevery = 2", "= 8")
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     spec = read_spec(open_checkpoint(Path("made")))
     assert spec.model.moe == moe.model_copy(update={"num_experts": 8})
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_a_fresh_decoder_does_not_route_as_the_source_of_the_encoder() -> None:
+    text = ALL_DENSE.format(source="moe_lgr", ratio=0.1).replace("= 4", "= 8")
+    name = declare(text.replace('decoder = "dense"', 'decoder = "fresh"'))
+    assert main(["upcycle", name, "--out", "made"]) == 0
+    moe = read_spec(open_checkpoint(Path("made"))).model.moe
+    assert moe is not None
+    assert moe.decoder_router == "token"
 
 
 @pytest.mark.usefixtures("at_shelf")
