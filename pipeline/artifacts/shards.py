@@ -264,6 +264,7 @@ class Mixture:
     """Phases of a training, ascending; the first begins at update 1, and all have all pairs."""
 
     phases: tuple[Phase, ...]
+    train_lines: Mapping[str, int | None] = field(default_factory=dict)  # None: not known
 
     @classmethod
     def constant(cls, probabilities: Mapping[str, float]) -> "Mixture":
@@ -298,6 +299,7 @@ Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 
 class _PairRecord(BaseModel):
+    train_lines: Annotated[int, Field(strict=True)] | None = None
     probability: Share
     forward: Share | None = None
 
@@ -318,7 +320,7 @@ class _MixtureRecord(_PhaseRecord):
 
 
 def read_mixture(artifact: Artifact) -> Mixture:
-    """Return the phases of a mixture."""
+    """Return the phases of a mixture, and the lines of its pairs."""
     try:
         first = _MixtureRecord.model_validate(artifact.read_json(MIXTURE_NAME))
         phases = tuple(record.phase() for record in (first, *first.phases))
@@ -331,4 +333,4 @@ def read_mixture(artifact: Artifact) -> Mixture:
     except ValueError as error:
         what = f"{artifact.file(MIXTURE_NAME)} is not as mix writes it"
         raise artifact.refusal(what) from error
-    return Mixture(phases)
+    return Mixture(phases, {pair: record.train_lines for pair, record in first.pairs.items()})

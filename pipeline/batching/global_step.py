@@ -33,7 +33,7 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.compiled_loops import mark_cuts, measure, shuffle
 from pipeline.seeds import derive_seed
-from pipeline.terminal import counted
+from pipeline.terminal import counted, listed
 
 Integers = npt.NDArray[np.signedinteger[Any]]
 
@@ -257,7 +257,7 @@ class Planner:
         """Plan for ``pairs``, which are numbered in the sorted order of their names.
 
         Raises:
-            ConfigError: the mixture has other pairs, or a sentence exceeds the token budget.
+            ConfigError: the mixture is of other text, or a sentence exceeds the token budget.
         """
         self.names = tuple(sorted(pairs))
         probabilities = mixture.phases[0].probabilities
@@ -267,10 +267,12 @@ class Planner:
                 f"The mixture has no probability for {', '.join(missing)}. Run mix on these shards."
             )
         others = sorted(set(probabilities) - set(self.names))
-        if others:
+        known = mixture.train_lines
+        changed = [name for name in self.names if known.get(name) not in (None, len(pairs[name]))]
+        if others or changed:
             raise ConfigError(
-                f"The mixture is of other shards: these have no training lines of "
-                f"{', '.join(others)}. Run mix on these shards."
+                f"The mixture is of other shards: these have {'no' if others else 'more or fewer'} "
+                f"training lines of {listed(others or changed)}. Run mix on these shards."
             )
         self._config = config
         self._seed = seed

@@ -133,6 +133,14 @@ REFUSED += [{"pairs": {"de-en": value}} for value in OF_DE_EN]
 REFUSED += [{"phases": phases} for phases in PHASES]
 
 
+@pytest.mark.parametrize(("mixed", "trained"), [(1, 2), (2, 1)])
+def test_a_mixture_of_other_lines_is_refused(mixed: int, trained: int, tmp_path: Path) -> None:
+    """Text grew or shrank, shards were made again and the mixture was not: its shares are old."""
+    old, new = (make_inputs(tmp_path / name, times=n) for name, n in (("a", mixed), ("b", trained)))
+    with pytest.raises(ConfigError, match=r"more or fewer training lines of de-en.*Run mix on"):
+        TrainingData(new.shards, read_mixture(old.mixture), make_recipe().batches, seed=1)
+
+
 @pytest.mark.parametrize("content", REFUSED)
 def test_a_mixture_of_other_content_is_refused(tmp_path: Path, content: Any) -> None:
     content = {"pairs": PAIRS, **content}

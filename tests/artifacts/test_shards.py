@@ -447,6 +447,7 @@ def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set
     with pytest.raises(ConfigError, match=f"set shards.max_tokens to {longest - 1} or less"):
         TrainingData(shards, mixture, fewer, seed=1)
     fitting = shard(*inputs, tmp_path / "fitting", max_tokens=longest - 1)
+    mixture = read_mixture(run_stage("mix", tmp_path / "again", {"shards": fitting}, recipe))
     TrainingData(fitting, mixture, fewer, seed=1).check(max_positions=longest + 1)
 
 
