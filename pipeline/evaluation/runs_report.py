@@ -113,7 +113,7 @@ class ComparedRuns:
             try:
                 manifest = read_manifest(entry)
             except ArtifactError:
-                self.left_out.append(f"{entry.name} (it has no manifest of this version)")
+                self.left_out.append(f"{entry.name} (it has no manifest that can be read)")
                 continue
             if entry.name.startswith("."):
                 continue

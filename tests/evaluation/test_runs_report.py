@@ -457,7 +457,7 @@ def test_a_damaged_manifest_in_a_folder_costs_its_artifact_alone(tmp_path: Path)
         (tmp_path / "plan" / name / "manifest.json").write_text('{"name": "x"}', encoding="utf-8")
     page = report(tmp_path, str(tmp_path / "plan"))
     assert names_in(page) == ["dense"]
-    assert "moe (it has no manifest of this version), web app (" in said(page)
+    assert "moe (it has no manifest that can be read), web app (" in said(page)
 
 
 def all_parts(tmp_path: Path) -> None:
