@@ -429,6 +429,7 @@ def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path:
     assert families == {"into_pivot", "out_of_pivot", "zero_shot"}, "of the training corpus"
     assert made.has("sentences/nearest neighbor/de-en.npz")
     assert "| nearest neighbor | no training |" in report_of(made)
+    assert "or of a direction without any, stays as it is." in report_of(made)
     answers = ["Die Kinder spielen im Garten.", "Where is the", "Where is the"]
     expected = sacrebleu.corpus_chrf(answers, [TEST_LINES["de-en"]["en"]], word_order=2).score
     found = system_scores(made, "nearest neighbor")["directions"]["de-en"]["scores"]["chrf"]

@@ -163,6 +163,8 @@ class BeamStep:
         self.pad_id, self.eos_id = model.spec.pad_id, eos_id
         self.rule, self.penalty = stopping_rule(config), config.length_penalty
         self.beams, self.n_best, self.prompt_length = config.beam_size, config.n_best, prompt_length
+        lengths = torch.arange(1, model.spec.model.max_positions - prompt_length + 1)
+        counted_length(self.rule, lengths, prompt_length=prompt_length, reads=True)
         self.reads = model.device.type == "cpu"
         self.restrictions = Restrictions.of(
             (source.prefix for source in sources), (source.banned for source in sources)

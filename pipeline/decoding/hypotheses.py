@@ -142,8 +142,10 @@ def _configured_rule(config: DecodingConfig) -> StoppingRule:
             raise without_case("stopping_rule", unknown)
 
 
-def counted_length(rule: StoppingRule, length: Number, *, prompt_length: int) -> Number:
-    """Return the rule's :meth:`~StoppingRule.counted_length`.
+def counted_length(
+    rule: StoppingRule, length: Number, *, prompt_length: int, reads: bool = False
+) -> Number:
+    """Return the rule's :meth:`~StoppingRule.counted_length`; ``reads`` checks values of a tensor.
 
     Raises:
         ConfigError: it is not as ``length``, a number or a tensor of one per sentence.
@@ -151,10 +153,12 @@ def counted_length(rule: StoppingRule, length: Number, *, prompt_length: int) ->
     found = rule.counted_length(length, prompt_length=prompt_length)
     if isinstance(length, Tensor):
         fits = isinstance(found, Tensor) and found.shape == length.shape
+        fits = fits and (not reads or bool((found > 0).all()))
     else:
         fits = isinstance(found, int | float) and found > 0
     if not fits:
-        wanted = "a tensor, one per sentence" if isinstance(length, Tensor) else "a number above 0"
+        numbers = "numbers above 0, a tensor with one per sentence"
+        wanted = numbers if isinstance(length, Tensor) else "a number above 0"
         raise ConfigError(
             f"counted_length of {type(rule).__name__} returned a {type(found).__name__} for "
             f"lengths of which it is to make {wanted}. Correct it."

@@ -15,6 +15,7 @@ from pipeline.artifacts.spelling import is_blank
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.charts import Bar, Series, bar_chart, heat_map, line_chart
 from pipeline.evaluation.history import History, budgets_section, curves_section, trained_for
+from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR
 from pipeline.evaluation.scores import (
     FAMILIES,
     GROUPS,
@@ -578,6 +579,11 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
             if sets
             else "The two directions of a pair are resampled together, and pairs independently of "
             "each other: no two pairs have half of their test lines in common."
+        )
+    if any(system.name == NEAREST_NEIGHBOR for system in evaluation.systems):
+        yield (
+            f'"{NEAREST_NEIGHBOR}" answers a line by the translation of the most similar training '
+            "line. A line unlike all of them, or of a direction without any, stays as it is."
         )
     repeated = [
         f"{system.name} of {len(system.runs)}" for system in evaluation.systems if system.runs

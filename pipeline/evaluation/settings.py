@@ -36,7 +36,8 @@ class EvaluationConfig(Settings):
     """System that others are compared with, for example ``dense, longer``; empty: the first."""
     nearest_neighbor: bool = False
     """Whether to add a baseline, "nearest neighbor", that answers each test line with the
-    translation of the most similar training line of the pair."""
+    translation of the most similar training line of the pair; a line unlike all of them, or of a
+    pair without any, with the line itself."""
     language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Named sets of languages to average over, for example ``Long = ["my", "ta"]``. A direction
     belongs to the sets of its language that is not the pivot."""

@@ -1,6 +1,7 @@
 """Tests of pipeline/decoding/beam_search.py."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -400,14 +401,25 @@ def test_a_stopping_rule_that_decides_nothing_is_named(
 
 @pytest.mark.parametrize(
     ("sampling", "result"),
-    [(False, None), (False, 1), (False, torch.ones(7)), (True, "5"), (True, 0), (True, None)],
-    ids=str,
+    [
+        (False, None),
+        (False, 1),
+        (False, torch.ones(7)),
+        (False, lambda length: length - 1),
+        (False, lambda length: -length),
+        (False, lambda length: length * math.nan),
+        (True, "5"),
+        (True, 0),
+        (True, None),
+    ],
+    ids=lambda value: "numbers" if callable(value) else str(value),
 )
 def test_a_stopping_rule_that_counts_no_length_is_named(
     sampling: bool, result: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = "pipeline.decoding.hypotheses.FairseqRule.counted_length"
-    monkeypatch.setattr(rule, lambda *_, **__: result)
+    answer = result if callable(result) else lambda _: result
+    monkeypatch.setattr(rule, lambda _, length, **__: answer(length))
     model = model_of("dense")
     sources = [source_of(one) for one in random_examples(model.spec, sentences=3, seed=1)]
     config = DecodingConfig(beam_size=2, max_length_ratio=0.0, max_extra_length=3)

@@ -314,3 +314,20 @@ def test_a_model_that_is_built_has_all_its_tensors_on_its_device(positions: str)
     model = build_model(tiny_spec(model={"positions": positions}))
     tensors = [*model.parameters(), *model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+@pytest.mark.parametrize("shape", [("groups", 4), (16, "groups", 4)])
+def test_a_router_of_ones_own_that_needs_groups_is_told_where_it_gets_them(
+    shape: tuple[int | str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(nn.Module):
+        def __init__(self, spec: ModelSpec, *_: object, **__: object) -> None:
+            super().__init__()
+            sizes = [spec.num_groups if size == "groups" else int(size) for size in shape]
+            self.bias = nn.Parameter(torch.zeros(sizes))
+
+    monkeypatch.setattr("pipeline.model.moe.layer.build_router", Mine)
+    moe = MoEConfig(num_experts=4, top_k=2)
+    with pytest.raises(ConfigError, match=r"reads language groups, .* to GROUP_ROUTERS in"):
+        build_model(tiny_spec(moe=moe))
+    assert build_model(tiny_spec(moe=moe, groups=2))

@@ -17,7 +17,7 @@ from pipeline.kernels.pointwise import dropped
 from pipeline.model.moe.capacity import Dispatch, dispatch_routes, expert_capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
-from pipeline.model.moe.router import build_router
+from pipeline.model.moe.router import build_router, refuse_without_groups
 from pipeline.model.moe.routing import Routing, RoutingRecord
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, Side
@@ -167,9 +167,11 @@ def build_mixture_of_experts(
             "training.expert_parallel_size that divides model.moe.num_experts."
         )
     local_experts = moe.num_experts // size
+    router = built(build_router(spec, moe, side=side), "build_router", moe.decoder_router)
+    refuse_without_groups(router, moe.decoder_router)
     return MixtureOfExperts(
         moe,
-        router=built(build_router(spec, moe, side=side), "build_router", moe.decoder_router),
+        router=router,
         experts=Experts(
             num_experts=local_experts,
             first_expert=rank * local_experts,

@@ -47,14 +47,10 @@ class LanguageGroupRouter(nn.Module):
 
     def __init__(self, moe: MoEConfig, *, width: int, num_groups: int) -> None:
         super().__init__()
-        if not num_groups:
-            raise ConfigError(
-                f"The router {moe.decoder_router!r} reads language groups, of which it has none. "
-                "Add it to GROUP_ROUTERS in pipeline/model/settings.py."
-            )
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, width))
         self.group_weight = nn.Parameter(torch.empty(num_groups, moe.num_experts, width))
+        refuse_without_groups(self, moe.decoder_router)
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of every token by the mean of shared and group logits."""
@@ -72,6 +68,15 @@ def _choose(logits_NE: Tensor, moe: MoEConfig, tokens: Tokens) -> Routing:
         combine_weights=moe.combine_weights,
         shares=tokens.shares,
     )
+
+
+def refuse_without_groups(router: nn.Module, name: str) -> None:
+    """Raise ConfigError if a router has a parameter of language groups, of which there are none."""
+    if any(0 in parameter.shape for parameter in router.parameters()):
+        raise ConfigError(
+            f"The router {name!r} reads language groups, of which it has none. Add it to "
+            "GROUP_ROUTERS in pipeline/model/settings.py."
+        )
 
 
 def build_router(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:
