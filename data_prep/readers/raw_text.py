@@ -495,6 +495,12 @@ def checked_text(raw: object, reader: str) -> RawText:
         raise misread(reader, f"a {type(raw).__name__}{of}", "a RawText of a list of Section")
     if not raw.sections:
         raise misread(reader, "no Section", "one for each pair and split, or raise DataError")
+    if not isinstance(raw.left_out, SkippedText):
+        found = f"a RawText with left_out = {shown(repr(raw.left_out))}"
+        raise misread(reader, found, "a SkippedText")
+    if not (isinstance(raw.files, Sequence) and all(map(_can_be_read, raw.files))):
+        found = f"a RawText with files = {shown(repr(raw.files))}"
+        raise misread(reader, found, f"a list of {_FILE}")
     for section in raw.sections:
         if not isinstance(section, Section):
             raise misread(reader, f"a {type(section).__name__} among its sections", "a Section")
@@ -512,12 +518,30 @@ def checked_text(raw: object, reader: str) -> RawText:
                 "two codes, as ('de', 'sr-Latn')",
             ),
             ("sources", _are_two(section.sources, LineSource), "two LineSource"),
-            ("lines", isinstance(section.lines, Iterable | LinesOfPair), "an iterable of RawLine"),
+            (
+                "lines",
+                _are_lines(section.lines),
+                "an iterable of RawLine, or LinesOfPair with spellings (('de',), ('en',)) and a "
+                f"{_FILE}",
+            ),
         ):
             if not fits:
                 found = f"a Section with {name} = {shown(repr(getattr(section, name)))}"
                 raise misread(reader, found, wanted)
     return raw
+
+
+_FILE = "RecordFile with a function as records"
+
+
+def _can_be_read(file: object) -> bool:
+    return isinstance(file, RecordFile) and callable(file.records)
+
+
+def _are_lines(lines: object) -> bool:
+    if isinstance(lines, LinesOfPair):
+        return _can_be_read(lines.file) and _are_two(lines.spellings, tuple)
+    return isinstance(lines, Iterable)
 
 
 def _are_two(values: Sequence[object], kind: type) -> bool:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +88,8 @@ SECTION = Section(
     lines=[RawLine(1, (b"eins", b"one"))],
 )
 FILE = RecordFile(lambda: [Record(1, {"de": b"eins", "en": b"one"})], is_surveyed=True)
+RECORDS = RecordFile(cast(Any, (record for record in FILE.records())), is_surveyed=True)
+BOTH = (("de",), ("en",))
 
 
 def of_lines(*lines: Any) -> RawText:
@@ -95,7 +98,7 @@ def of_lines(*lines: Any) -> RawText:
 
 def of_record(record: Any) -> RawText:
     file = replace(FILE, records=lambda: [record])
-    return RawText([replace(SECTION, lines=LinesOfPair(file, (("de",), ("en",))))], files=[file])
+    return RawText([replace(SECTION, lines=LinesOfPair(file, BOTH))], files=[file])
 
 
 def having(**fields: Any) -> RawText:
@@ -117,6 +120,25 @@ def having(**fields: Any) -> RawText:
         (having(spellings=("German", "en")), "a Section with spellings = .'German', 'en'.. "),
         (having(sources=("a", "b")), "a Section with sources = .'a', 'b'.. "),
         (having(lines=None), "a Section with lines = None. "),
+        (
+            RawText([SECTION], cast(Any, Counter(a=1))),
+            "a RawText with left_out = Counter.{'a': 1}.. ",
+        ),
+        (RawText([SECTION], cast(Any, None)), "a RawText with left_out = None. .* a SkippedText"),
+        (
+            RawText([SECTION], files=[RECORDS]),
+            r"a RawText with files = \[RecordFile\(.* a function",
+        ),
+        (RawText([SECTION], files=cast(Any, None)), "a RawText with files = None. "),
+        (having(lines=LinesOfPair(RECORDS, BOTH)), "a Section with lines = LinesOf.* a function"),
+        (
+            having(lines=LinesOfPair(cast(Any, "a.x"), BOTH)),
+            "a Section with .*file='a.x'.*function",
+        ),
+        (
+            having(lines=LinesOfPair(FILE, cast(Any, ("de", "en")))),
+            "a Section with lines = LinesOf",
+        ),
         (having(lines="eins"), "'e'. .* a RawLine"),
         (of_lines(None), "None. .* a RawLine"),
         (
