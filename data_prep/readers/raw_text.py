@@ -407,23 +407,27 @@ def pair_up(
         paths = listed([str(file.file.path) for file in files])
         fix = f", {OR_APART}" * any(len(group) > 1 for file in files for group in file.together)
         raise DataError(f"No record has text in two languages in {paths}. Name other files{fix}.")
-    wanted = wanted_codes(config.languages, {pair for pair, _ in found})
-    selected = {pair for pair, _ in found if wanted.issuperset(pair)}
+    wanted = _wanted_text({(pair, file.split) for pair, file in found}, config)
     sections = [
         _section(file, pair, codes, asked=config.languages)
         for pair, file in sorted(found, key=lambda entry: entry[0])
-        if pair in selected and _is_wanted(pair, file.split, config)
+        if (pair, file.split) in wanted
     ]
-    if not sections:
-        names = listed(sorted({pair_name(*pair) for pair in selected}))
-        raise ConfigError(
-            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
-            "another, or corpus.directions to 'all'."
-        )
-    left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
-        {section.languages for section in sections}
+    left_out["pairs_not_selected"] += len(
+        {pair for pair, _ in found} - {pair for pair, _ in wanted}
     )
     return RawText(sections, left_out=left_out, files=files)
+
+
+def select_sections(raw: RawText, config: CorpusConfig) -> RawText:
+    """Leave out the pairs that are not wanted, unless the reader did so."""
+    if "pairs_not_selected" in raw.left_out:  # a reader that selects pairs counts them, even if 0
+        return raw
+    wanted = _wanted_text({(section.languages, section.split) for section in raw.sections}, config)
+    kept = [section for section in raw.sections if (section.languages, section.split) in wanted]
+    lost = {section.pair for section in raw.sections} - {section.pair for section in kept}
+    raw.left_out["pairs_not_selected"] += len(lost)
+    return replace(raw, sections=kept)
 
 
 def section_of_pair(file: MultiwayFile, pair: NamedPair, config: CorpusConfig) -> Section:
@@ -451,6 +455,22 @@ def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
     together = {frozenset(codes[spelling] for spelling in group) for group in file.together}
     return {pair for group in together for pair in combinations(sorted(group), 2)}
+
+
+def _wanted_text(
+    found: Collection[tuple[tuple[str, str], Split]], config: CorpusConfig
+) -> set[tuple[tuple[str, str], Split]]:
+    """Return the pairs and splits that ``corpus.languages`` and ``corpus.directions`` include."""
+    codes = wanted_codes(config.languages, {pair for pair, _ in found})
+    selected = {(pair, split) for pair, split in found if codes.issuperset(pair)}
+    wanted = {(pair, split) for pair, split in selected if _is_wanted(pair, split, config)}
+    if not wanted:
+        names = listed(sorted({pair_name(*pair) for pair, _ in selected}))
+        raise ConfigError(
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
+            "another, or corpus.directions to 'all'."
+        )
+    return wanted
 
 
 def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
