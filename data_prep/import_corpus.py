@@ -57,6 +57,7 @@ from data_prep.readers.raw_text import (
     SkippedText,
     checked_text,
     misread,
+    select_sections,
     unfit_source,
 )
 from data_prep.readers.tables import read_tables
@@ -86,6 +87,7 @@ def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
     with call.new_artifact() as writer:
         raw = checked_text(read_raw(call), call.recipe.corpus.source)
+        raw = select_sections(raw, call.recipe.corpus)
         untested, absent = untested_of(call, raw)
         importing = Importing(writer, call.recipe.corpus, raw, untested=untested)
         found = import_all(importing, processes=call.processes, mpi=call.mpi)
@@ -101,19 +103,18 @@ def run(call: StageCall) -> None:
             writer.summary.append(said)
 
 
-_NO_TABLES = ("tree", "cldr", "hub", "tmx", "moses")
-UNREAD = {
-    "columns": (_NO_TABLES, "tsv, columns or listed"),
-    "files": ((*_NO_TABLES, "tsv", "columns"), "listed"),
+READ_BY = {
+    "columns": (("tsv", "columns", "listed"), "tsv, columns or listed"),
+    "files": (("listed",), "listed"),
 }
-"""Setting of the corpus → sources that do not read it, and sources that do."""
+"""Setting of the corpus → sources that read it, which a new reader may join, and their names."""
 
 
 def read_raw(call: StageCall) -> RawText:
     """Read the raw text of the recipe's source; a new reader is one more case."""
     config, raw = call.recipe.corpus, call.raw.get("raw")
-    for name, (sources, others) in UNREAD.items():
-        if config.source in sources and getattr(config, name):
+    for name, (sources, others) in READ_BY.items():
+        if config.source not in sources and getattr(config, name):
             problem = f"it does not read corpus.{name}. Leave that out, or choose {others}"
             raise unfit_source(config.source, problem)
     match config.source:

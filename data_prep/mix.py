@@ -27,7 +27,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.languages import codes_of_setting, meant_pair
 from pipeline.stage import StageCall
-from pipeline.temperature_sampling import capped_shares, temperature_probabilities
+from pipeline.temperature_sampling import capped_shares, checked_shares, temperature_probabilities
 from pipeline.terminal import counted, listed, rounded
 
 
@@ -117,6 +117,7 @@ def weigh(
     shares = temperature_probabilities(
         amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
     )
+    shares = checked_shares(shares)
     if config.synthetic_share is not None:
         shares = with_synthetic_share(shares, config.synthetic_share)
     capped = []

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
+from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.config.settings import shown
+from pipeline.errors import ConfigError, DataError
 
 
 def temperature_probabilities(
@@ -28,6 +31,21 @@ def temperature_probabilities(
     }
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def checked_shares(shares: Mapping[str, Any]) -> dict[str, float]:
+    """Return shares of any formula as floats; ConfigError if nothing can be drawn by them."""
+    wrong = {
+        name: share
+        for name, share in shares.items()
+        if not (isinstance(share, Real) and 0 <= float(share) < math.inf)
+    }
+    if wrong or not any(shares.values()):
+        raise ConfigError(
+            f"temperature_probabilities returned {shown(wrong or shares)}. Return finite numbers "
+            "of at least 0 with a sum above 0."
+        )
+    return {name: float(share) for name, share in shares.items()}
 
 
 def capped_shares(

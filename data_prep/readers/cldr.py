@@ -145,7 +145,9 @@ def read_phrases(config: CorpusConfig) -> RawText:
         if wanted.issuperset(pair.split("-"))
         for split, phrases in of_pair.items()
     ]
-    return RawText(sections, is_found=False)
+    raw = RawText(sections, is_found=False)
+    raw.left_out["pairs_not_selected"] = 0  # the others are never made
+    return raw
 
 
 def make_phrases(config: CldrConfig) -> PhraseSplits:

@@ -407,23 +407,27 @@ def pair_up(
         paths = listed([str(file.file.path) for file in files])
         fix = f", {OR_APART}" * any(len(group) > 1 for file in files for group in file.together)
         raise DataError(f"No record has text in two languages in {paths}. Name other files{fix}.")
-    wanted = wanted_codes(config.languages, {pair for pair, _ in found})
-    selected = {pair for pair, _ in found if wanted.issuperset(pair)}
+    wanted = _wanted_text({(pair, file.split) for pair, file in found}, config)
     sections = [
         _section(file, pair, codes, asked=config.languages)
         for pair, file in sorted(found, key=lambda entry: entry[0])
-        if pair in selected and _is_wanted(pair, file.split, config)
+        if (pair, file.split) in wanted
     ]
-    if not sections:
-        names = listed(sorted({pair_name(*pair) for pair in selected}))
-        raise ConfigError(
-            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
-            "another, or corpus.directions to 'all'."
-        )
-    left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
-        {section.languages for section in sections}
+    left_out["pairs_not_selected"] += len(
+        {pair for pair, _ in found} - {pair for pair, _ in wanted}
     )
     return RawText(sections, left_out=left_out, files=files)
+
+
+def select_sections(raw: RawText, config: CorpusConfig) -> RawText:
+    """Leave out the pairs that are not wanted, unless the reader did so."""
+    if "pairs_not_selected" in raw.left_out:  # a reader that selects pairs counts them, even if 0
+        return raw
+    wanted = _wanted_text({(section.languages, section.split) for section in raw.sections}, config)
+    kept = [section for section in raw.sections if (section.languages, section.split) in wanted]
+    lost = {section.pair for section in raw.sections} - {section.pair for section in kept}
+    raw.left_out["pairs_not_selected"] += len(lost)
+    return replace(raw, sections=kept)
 
 
 def section_of_pair(file: MultiwayFile, pair: NamedPair, config: CorpusConfig) -> Section:
@@ -451,6 +455,22 @@ def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
     together = {frozenset(codes[spelling] for spelling in group) for group in file.together}
     return {pair for group in together for pair in combinations(sorted(group), 2)}
+
+
+def _wanted_text(
+    found: Collection[tuple[tuple[str, str], Split]], config: CorpusConfig
+) -> set[tuple[tuple[str, str], Split]]:
+    """Return the pairs and splits that ``corpus.languages`` and ``corpus.directions`` include."""
+    codes = wanted_codes(config.languages, {pair for pair, _ in found})
+    selected = {(pair, split) for pair, split in found if codes.issuperset(pair)}
+    wanted = {(pair, split) for pair, split in selected if _is_wanted(pair, split, config)}
+    if not wanted:
+        names = listed(sorted({pair_name(*pair) for pair, _ in selected}))
+        raise ConfigError(
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
+            "another, or corpus.directions to 'all'."
+        )
+    return wanted
 
 
 def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
@@ -495,6 +515,12 @@ def checked_text(raw: object, reader: str) -> RawText:
         raise misread(reader, f"a {type(raw).__name__}{of}", "a RawText of a list of Section")
     if not raw.sections:
         raise misread(reader, "no Section", "one for each pair and split, or raise DataError")
+    if not isinstance(raw.left_out, SkippedText):
+        found = f"a RawText with left_out = {shown(repr(raw.left_out))}"
+        raise misread(reader, found, "a SkippedText")
+    if not (isinstance(raw.files, Sequence) and all(map(_can_be_read, raw.files))):
+        found = f"a RawText with files = {shown(repr(raw.files))}"
+        raise misread(reader, found, f"a list of {_FILE}")
     for section in raw.sections:
         if not isinstance(section, Section):
             raise misread(reader, f"a {type(section).__name__} among its sections", "a Section")
@@ -512,12 +538,30 @@ def checked_text(raw: object, reader: str) -> RawText:
                 "two codes, as ('de', 'sr-Latn')",
             ),
             ("sources", _are_two(section.sources, LineSource), "two LineSource"),
-            ("lines", isinstance(section.lines, Iterable | LinesOfPair), "an iterable of RawLine"),
+            (
+                "lines",
+                _are_lines(section.lines),
+                "an iterable of RawLine, or LinesOfPair with spellings (('de',), ('en',)) and a "
+                f"{_FILE}",
+            ),
         ):
             if not fits:
                 found = f"a Section with {name} = {shown(repr(getattr(section, name)))}"
                 raise misread(reader, found, wanted)
     return raw
+
+
+_FILE = "RecordFile with a function as records"
+
+
+def _can_be_read(file: object) -> bool:
+    return isinstance(file, RecordFile) and callable(file.records)
+
+
+def _are_lines(lines: object) -> bool:
+    if isinstance(lines, LinesOfPair):
+        return _can_be_read(lines.file) and _are_two(lines.spellings, tuple)
+    return isinstance(lines, Iterable)
 
 
 def _are_two(values: Sequence[object], kind: type) -> bool:

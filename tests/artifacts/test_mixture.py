@@ -1,15 +1,19 @@
 """Sampling probabilities, and what they mean for the planned training."""
 
 import math
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.corpora import writing
 from support.stage_runs import run_stage
 from support.tiny_training import changed, make_inputs, make_recipe
 
+from data_prep import mix
 from data_prep.settings import MixtureConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions_of
@@ -148,6 +152,36 @@ def test_a_mixture_of_other_content_is_refused(tmp_path: Path, content: Any) -> 
         writer.write_json("mixture.json", content)
     with pytest.raises(ArtifactError, match=r"mixture\.json is not as mix writes it"):
         read_mixture(open_artifact(tmp_path / "mixture", kind="mixture"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ([math.nan, 0.5, 0.5], "{'de-en': nan}"),
+        ([0.5, -0.5, 1.0], "{'en-fr': -0.5}"),
+        ([0.5, 0.5, math.inf], "{'en-yi': inf}"),
+        ([0, 0, 0], "{'de-en': 0, 'en-fr': 0, 'en-yi': 0}"),
+        ([0.5, torch.tensor(0.25), 0.25], "{'en-fr': tensor(0.2500)}"),
+    ],
+)
+def test_shares_of_another_formula_that_cannot_be_drawn_are_refused(
+    shares: list[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dict(zip(COUNTS, shares, strict=True))
+    monkeypatch.setattr(mix, "temperature_probabilities", lambda *_, **__: made)
+    with pytest.raises(ConfigError, match=re.escape(f"returned {told}. Return finite numbers")):
+        mixture(tmp_path)
+    assert not (tmp_path / "mixture").exists()
+
+
+@pytest.mark.parametrize("number", [int, np.float32])
+def test_shares_of_another_formula_may_be_any_numbers_with_any_sum(
+    number: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dict(zip(COUNTS, map(number, [1, 3, 0]), strict=True))
+    monkeypatch.setattr(mix, "temperature_probabilities", lambda *_, **__: made)
+    (phase,) = read_mixture(mixture(tmp_path)).phases
+    assert phase.probabilities == {"de-en": 0.25, "en-fr": 0.75, "en-yi": 0.0}
 
 
 def test_no_pair_is_repeated_more_often_than_allowed_and_the_held_are_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +88,9 @@ SECTION = Section(
     lines=[RawLine(1, (b"eins", b"one"))],
 )
 FILE = RecordFile(lambda: [Record(1, {"de": b"eins", "en": b"one"})], is_surveyed=True)
+RECORDS = RecordFile(cast(Any, (record for record in FILE.records())), is_surveyed=True)
+LISTED = replace(FILE, records=cast(Any, []))
+BOTH = (("de",), ("en",))
 
 
 def of_lines(*lines: Any) -> RawText:
@@ -95,7 +99,7 @@ def of_lines(*lines: Any) -> RawText:
 
 def of_record(record: Any) -> RawText:
     file = replace(FILE, records=lambda: [record])
-    return RawText([replace(SECTION, lines=LinesOfPair(file, (("de",), ("en",))))], files=[file])
+    return RawText([replace(SECTION, lines=LinesOfPair(file, BOTH))], files=[file])
 
 
 def having(**fields: Any) -> RawText:
@@ -117,6 +121,25 @@ def having(**fields: Any) -> RawText:
         (having(spellings=("German", "en")), "a Section with spellings = .'German', 'en'.. "),
         (having(sources=("a", "b")), "a Section with sources = .'a', 'b'.. "),
         (having(lines=None), "a Section with lines = None. "),
+        (
+            RawText([SECTION], cast(Any, Counter(a=1))),
+            "a RawText with left_out = Counter.{'a': 1}.. ",
+        ),
+        (RawText([SECTION], cast(Any, None)), "a RawText with left_out = None. .* a SkippedText"),
+        (
+            RawText([SECTION], files=[RECORDS]),
+            r"a RawText with files = \[RecordFile\(.* a function",
+        ),
+        (RawText([SECTION], files=cast(Any, None)), "a RawText with files = None. "),
+        (having(lines=LinesOfPair(LISTED, BOTH)), "a Section with lines = LinesOf.* a function"),
+        (
+            having(lines=LinesOfPair(cast(Any, "a.x"), BOTH)),
+            "a Section with .*file='a.x'.*function",
+        ),
+        (
+            having(lines=LinesOfPair(FILE, cast(Any, ("de", "en")))),
+            "a Section with lines = LinesOf",
+        ),
         (having(lines="eins"), "'e'. .* a RawLine"),
         (of_lines(None), "None. .* a RawLine"),
         (
@@ -139,6 +162,48 @@ def test_what_another_reader_returns_is_named_with_it(
         imported(out, {}, source="moses")
     assert "\n" not in str(raised.value)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "left_out"),
+    [
+        ({}, ["de-en", "de-it", "en-it"], None),
+        ({"languages": ["eng", "it"]}, ["en-it"], "left out: 2 pairs of other languages"),
+        ({"directions": "pivot", "pivot": "de"}, ["de-en", "de-it"], "left out: 1 pair of other "),
+    ],
+)
+@pytest.mark.parametrize("is_found", [True, False])
+def test_only_wanted_pairs_of_another_reader_are_imported(
+    settings: dict[str, Any],
+    kept: list[str],
+    left_out: str | None,
+    is_found: bool,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = [("de", "en"), ("it", "de"), ("en", "it")]
+    sections = [replace(SECTION, languages=pair, spellings=pair) for pair in pairs]
+    made = RawText(sections, is_found=is_found)
+    monkeypatch.setattr(import_corpus, "read_moses", lambda *_: made)
+    corpus = imported(out, {}, source="moses", **settings)
+    assert sorted(corpus.statistics["pairs"]) == kept
+    assert ("left out:" in str(corpus.manifest.summary)) == bool(left_out)
+    assert left_out is None or corpus.manifest.summary[1].startswith(left_out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"languages": ["en", "it"]}, "corpus.languages asks for en, it, which no pair"),
+        ({"directions": "pivot", "pivot": "fr"}, r"No pair that was found \(de-en\) has the pivot"),
+    ],
+)
+def test_languages_that_another_reader_does_not_return_are_refused(
+    settings: dict[str, Any], told: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_corpus, "read_moses", lambda *_: RawText([SECTION]))
+    with pytest.raises(ConfigError, match=told):
+        imported(out, {}, source="moses", **settings)
 
 
 @pytest.mark.parametrize("code", ["qq", "zh_Hant"])
@@ -531,8 +596,10 @@ CLDR = CldrConfig(
 )
 
 
-def test_cldr_phrases_are_english_centric_with_zero_shot_tests(out: Path) -> None:
-    corpus = imported(out, None, source="cldr", cldr=CLDR, max_train_lines=20)
+@pytest.mark.parametrize("directions", ["all", "pivot"])
+def test_cldr_phrases_are_english_centric_with_zero_shot_tests(directions: str, out: Path) -> None:
+    settings = {"cldr": CLDR, "max_train_lines": 20, "directions": directions}
+    corpus = imported(out, None, source="cldr", **settings)
     assert corpus.statistics["pairs"] == {
         "de-en": {"train": 20, "valid": 5, "test": 7},
         "en-ru": {"train": 20, "valid": 5, "test": 7},

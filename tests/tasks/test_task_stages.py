@@ -1,9 +1,11 @@
 """The stages of tasks: trained like translation, on any number of ranks, resumed, scored."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +131,19 @@ def test_micro_batches_that_share_a_pass_are_refused(
     assert recipe.batches.micro_batches > 1
     [said] = pool1.run(finetune, "ner", sources, tmp_path / "out", recipe, ds_config=ds_config)
     assert said.startswith("The ds_config sets micro_batches_per_pass, which is for translation")
+
+
+@pytest.mark.parametrize("share", [math.nan, 0])
+def test_shares_of_another_formula_that_cannot_be_drawn_are_refused(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {"de-de": 0.0, "en-en": share}
+    monkeypatch.setattr(finetune_task, "temperature_probabilities", lambda *_, **__: shares)
+    examples: Any = {code: [SimpleNamespace(ids=[0, 5, 2])] for code in ("de", "en")}
+    collate: Any = None
+    split = finetune_task.LabelledSplit(examples, languages=[*examples], collate=collate)
+    with pytest.raises(ConfigError, match="temperature_probabilities returned"):
+        finetune_task.LabelledData(split, split, make_recipe("ner"))
 
 
 def weights(directory: Path) -> dict[str, Tensor]:

@@ -91,3 +91,8 @@ def test_a_reader_is_one_file_one_setting_and_one_case(tmp_path: Path) -> None:
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "three"]
     listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
     assert listed == [{"file": "train.de-en.bars", "line": 2, "reason": "invalid_utf8"}]
+    for setting in ("columns={de='a', en='b'}", "files=[{pair='de-en', paths=['a.tsv']}]"):
+        more = ["--raw", str(raw), "--out", str(tmp_path / "other"), "--set", f"corpus.{setting}"]
+        refused = run_in(copied, [*command, *more], cwd=tmp_path, check=False)
+        name = setting.partition("=")[0]
+        assert f"'bars', but it does not read corpus.{name}. Leave that out" in refused.stderr

@@ -47,7 +47,7 @@ from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Regularization
 from pipeline.stage import StageCall
-from pipeline.temperature_sampling import temperature_probabilities
+from pipeline.temperature_sampling import checked_shares, temperature_probabilities
 from pipeline.terminal import counted
 from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
@@ -186,7 +186,7 @@ class LabelledData:
         )
         self._seed = recipe.training.seed
         self._max_tokens = recipe.section_of(TasksConfig).max_tokens
-        mixture = Mixture.constant(probabilities)
+        mixture = Mixture.constant(checked_shares(probabilities))
         self._planner = Planner(self.train.offsets, mixture, recipe.batches, seed=self._seed)
 
     @property
