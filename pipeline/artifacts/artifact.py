@@ -48,6 +48,7 @@ from pipeline.artifacts.places import (
     refuse_inputs,
     refuse_to_overwrite,
     replace_directory,
+    replaced_dir,
     restore,
     sync,
     unfinished_dir,
@@ -465,11 +466,13 @@ def new_artifact(
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
         place = Path(error.filename if isinstance(error.filename, str) else "").absolute()
         of_input = any(place.is_relative_to(path.absolute()) for path in paths.values())
-        is_read = of_input and to_write(error) != "make room"  # a full disk names both
-        if is_read or error.errno not in UNWRITABLE:
+        is_full = to_write(error) == "make room"  # may name what is read or renamed
+        if (of_input and not is_full) or error.errno not in UNWRITABLE:
             raise
+        is_rest = place == replaced_dir(out_dir).absolute() and not is_full
+        failed = f"{place} could not be removed" if is_rest else f"{out_dir} could not be written"
         raise ArtifactError(
-            f"{out_dir} could not be written ({error.strerror or error}), nothing was changed: "
+            f"{failed} ({error.strerror or error}), nothing was changed: "
             f"{to_write(error)}, or choose another --out, and run again."
         ) from error
     except BaseException:

@@ -24,6 +24,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -219,11 +220,26 @@ def remove_artifact(directory: Path) -> None:
 
 
 def remove_working(directory: Path) -> None:
-    """Remove a working folder, or do nothing if it is not there."""
+    """Remove a working folder, protected or not, or do nothing if it is not there."""
     if directory.is_symlink():
         directory.unlink()
     elif directory.exists():
-        shutil.rmtree(directory)
+        _lift_protection(directory)
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            error.filename = str(directory)  # rmtree may name a file without its folder
+            raise
+
+
+def _lift_protection(folder: Path) -> None:
+    """Let the owner change a folder and the folders in it. Links are not followed."""
+    if folder.is_dir() and not folder.is_symlink():
+        with contextlib.suppress(OSError):  # another user's
+            folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                _lift_protection(path)
 
 
 def discard_working(directory: Path) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -204,6 +205,30 @@ def test_an_input_that_cannot_be_read_is_not_called_the_output(
 
     with pytest.raises(ArtifactError, match=r"corpus could not be written .*make room"):
         make(tmp_path / "corpus", before_end=copy)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTEMPTY])
+def test_what_was_replaced_and_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    make(tmp_path / "corpus", {"text.txt": b"old"})
+    aside = tmp_path / ".corpus.replaced"
+    original = shutil.rmtree
+
+    def refuse(path: Path, **options: Any) -> None:
+        if path == aside:
+            raise OSError(number, os.strerror(number), "text.txt")
+        original(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    make(tmp_path / "corpus", {"text.txt": b"new"}, overwrite=True)
+    assert names_in(tmp_path) == [aside.name, "corpus"]
+    with pytest.raises(ArtifactError) as refused:
+        make(tmp_path / "corpus", {"text.txt": b"newest"}, overwrite=True)
+    assert str(refused.value).startswith(
+        f"{aside} could not be removed ({os.strerror(number)}), nothing was changed: "
+    )
+    assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("name", ["text.txt", "empty"])

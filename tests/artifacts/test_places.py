@@ -4,6 +4,8 @@ import contextlib
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -508,6 +510,48 @@ def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) 
     (path / "notes").write_text(text)
     refuse_the_lock()
     assert names_in(path) == ["notes"]
+
+
+PROTECTED = """
+import sys
+from pathlib import Path
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.places import remove_working
+root, mode = Path(sys.argv[1]), int(sys.argv[2], 8)
+out, outside, working = root / "out", root / "outside", root / "working"
+settings = dict(kind="corpus", stage="x", config={}, inputs={}, overwrite=True)
+for name in ("first", "second", "third"):
+    with new_artifact(out, **settings) as writer:
+        writer.path(f"deep/er/{name}.txt").touch()
+    for folder in (out / "deep/er", out / "deep", out):
+        folder.chmod(0o555)
+    if name == "first":
+        out.rename(root / ".out.replaced")  # as an earlier replacement left it
+for folder in (outside, working / "deep"):
+    folder.mkdir(parents=True)
+    (folder / "kept").touch()
+(working / "deep" / "link").symlink_to(outside)
+for folder in (outside, working / "deep", working):
+    folder.chmod(mode)
+remove_working(working)
+print(*sorted(path.name for path in root.iterdir()), *(path.name for path in out.glob("deep/er/*")))
+print(oct(outside.stat().st_mode))
+"""
+
+
+@pytest.mark.parametrize("mode", ["555", "000"])
+def test_a_protected_folder_is_removed_once_it_is_replaced(mode: str, tmp_path: Path) -> None:
+    """Links out of a working folder are not followed."""
+    command = [sys.executable, "-c", PROTECTED, str(tmp_path), mode]
+    if os.geteuid() == 0:  # whom modes do not stop
+        if shutil.which("setpriv") is None:
+            pytest.skip("root cannot give up its rights without setpriv")
+        rights = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--inh-caps={rights}", f"--bounding-set={rights}", *command]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert (tmp_path / "outside" / "kept").exists()
+    assert done.stdout.split("\n") == ["out outside third.txt", oct(0o40000 | int(mode, 8)), ""]
 
 
 REPLACING = """

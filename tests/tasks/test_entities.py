@@ -42,6 +42,9 @@ def test_wikianns_language_before_every_token_is_taken_away(tmp_path: Path) -> N
     path = written(tmp_path, "de:Anna\tB-PER\n\nde:de:x\tO\n")
     tokens = [one.tokens for one in read_entities(path, "de")]
     assert tokens == [("Anna",), ("de:x",)]
+    for spelling in ("pt-BR", "PT_br"):
+        path = written(tmp_path, f"{spelling}:Anna\tB-PER\n{spelling}:x\tO\n")
+        assert read_entities(path, "pt_BR")[0].tokens == ("Anna", "x")
     mixed = written(tmp_path, "de:Anna\tB-PER\nsees\tO\n")
     assert read_entities(mixed, "de")[0].tokens == ("de:Anna", "sees")
 
@@ -88,7 +91,7 @@ def test_a_split_is_found_under_the_names_it_is_published_under(tmp_path: Path) 
         (tmp_path / code).mkdir()
         (tmp_path / code / name).write_text("")
     (tmp_path / "README").mkdir()
-    (tmp_path / "README" / "train").write_text("")
+    (tmp_path / "README" / "text").write_text("")
     files = TaskFiles.entities(tmp_path)
     assert files.languages("train") == ["de", "en", "sr"]
     assert files.languages("test") == []

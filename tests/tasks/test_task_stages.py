@@ -24,7 +24,11 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError, ConfigError, Interrupted, UserError
 from pipeline.extensions.tasks import evaluate_task, finetune_task
-from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
+from pipeline.extensions.tasks.named_entities import (
+    NAMED_ENTITIES,
+    read_entities,
+    tag_sentences,
+)
 from pipeline.extensions.tasks.questions import answer_questions, read_questions
 from pipeline.extensions.tasks.token_classifier import TaskModel
 from pipeline.registry import STAGES
@@ -329,6 +333,21 @@ def test_runs_of_one_system_are_averaged_and_languages_without_modules_left_out(
     assert "Left out, since not every system knows them: fr." in report
     lines = (tmp_path / "scores" / "predictions" / "plain" / "de.jsonl").read_text().splitlines()
     assert len(lines) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("LMS|FD", r"LMS\|FD"), ("pé |<b>", r"pé \|&lt;b&gt;")]
+)
+def test_a_systems_name_is_shown_as_it_is(name: str, shown: str) -> None:
+    score = {"precision": 50.0, "recall": 50.0, "f1": 50.0}
+    scores = {"plain": {"de": score}, f"{name}@1": {"de": score}, f"{name}@2": {"de": score}}
+    reports = evaluate_task.describe_systems(scores)
+    text = evaluate_task.markdown(reports, kind=NAMED_ENTITIES, examples={"de": 8}, skipped=())
+    headings = [line for line in text.splitlines() if line.startswith("| Language")]
+    assert set(headings) == {f"| Language | {NAMED_ENTITIES.unit} | plain | {shown} |"}
+    assert f"Means over runs ({shown} of 2)" in text
+    assert name not in text
+    assert [report.name for report in reports] == ["plain", name]
 
 
 def test_systems_that_cannot_be_compared_are_refused(

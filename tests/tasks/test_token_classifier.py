@@ -1,6 +1,7 @@
 """XLM-R in our code against Hugging Face's, and what a folder must hold to be read as one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,12 @@ from pipeline.batching.batch import Labelled, collate_spans, collate_tags
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.extensions.language_modules import LowRankConfig
 from pipeline.extensions.tasks import TasksConfig
-from pipeline.extensions.tasks.token_classifier import HeadKind, TaskSpec, TokenClassifier
+from pipeline.extensions.tasks.token_classifier import (
+    HeadKind,
+    TaskFiles,
+    TaskSpec,
+    TokenClassifier,
+)
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
 from pipeline.model.sublayer import Regularization
 
@@ -220,6 +226,55 @@ def test_pickled_weights_that_cannot_be_read_are_refused_with_what_to_do(tmp_pat
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(CheckpointError, match="has an adapter"):
         built(folder, "tagger")
+
+
+FINDERS = [
+    pytest.param(TaskFiles.entities, "{}/train.tsv", id="entities"),
+    pytest.param(TaskFiles.questions, "made.{}.train.json", id="questions"),
+]
+"""How files of a task are found, and the name of a file by language."""
+
+
+def touched(folder: Path, name: str, spellings: tuple[str, ...]) -> list[Path]:
+    paths = [folder / name.format(spelling) for spelling in spellings]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return paths
+
+
+@pytest.mark.parametrize(("find", "name"), FINDERS)
+def test_a_files_language_is_any_well_formed_code(
+    find: Callable[[Path], TaskFiles], name: str, tmp_path: Path
+) -> None:
+    spellings = ("EN", "de", "es_419", "pt-BR", "srp", "uz_Cyrl_UZ", "zh-CN", "zh_Hant")
+    paths = touched(tmp_path, name, spellings)
+    touched(tmp_path, "{}/text", (".cache", "README"))
+    touched(tmp_path, "{}/train", (".cache",))
+    touched(tmp_path, "{}.json", ("infos", "train"))
+    codes = ["de", "en", "es_419", "pt_BR", "srp", "uz_Cyrl_UZ", "zh_CN", "zh_Hant"]
+    files = find(tmp_path)
+    assert files.languages("train") == codes
+    found = {files.path(code, "train") for code in codes}
+    assert found == set(paths)
+    wanted = ("eng", "pt_br", "ES-419", "zho_TW")
+    assert files.trained_languages(wanted) == ("en", "es_419", "pt_BR", "zh_Hant")
+    touched(tmp_path, name, ("pt_BR",))
+    with pytest.raises(ConfigError, match="are both train of pt_BR"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(("find", "name"), FINDERS)
+@pytest.mark.parametrize("spelling", ["zh-classical", "map-bms", "German"])
+def test_a_file_of_a_split_and_of_no_language_is_refused(
+    find: Callable[[Path], TaskFiles], name: str, spelling: str, tmp_path: Path
+) -> None:
+    path, _ = touched(tmp_path, name, (spelling, "de"))
+    with pytest.raises(ConfigError) as refused:
+        find(tmp_path)
+    assert str(refused.value).startswith(f"{path}: '{spelling}' is ")
+    assert ". Write " in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_text_in_a_language_that_modules_leave_out_is_refused(tmp_path: Path) -> None:

@@ -154,10 +154,12 @@ def markdown(
     skipped: Sequence[str],
 ) -> str:
     """Return one table per score: languages down, systems across."""
+    from pipeline.evaluation.tables import escape_markdown  # needs Jinja, which decoding does not
+
     parts = [f"# {kind.title}", "## Scores by language"]
     for score, title in kind.titles.items():
         rows = [
-            ["Language", kind.unit, *(report.name for report in reports)],
+            ["Language", kind.unit, *(escape_markdown(report.name) for report in reports)],
             ["---", *["--:"] * (1 + len(reports))],
             *(
                 [code, f"{count:,}", *(f"{one.languages[code][score]:.1f}" for one in reports)]
@@ -167,7 +169,8 @@ def markdown(
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         parts.append(f"{title}, %:\n\n{table}")
-    counts = [f"{one.name} of {len(one.runs)}" for one in reports if len(one.runs) > 1]
+    several = [one for one in reports if len(one.runs) > 1]
+    counts = [f"{escape_markdown(one.name)} of {len(one.runs)}" for one in several]
     if counts:
         parts.append(f"Means over runs ({', '.join(counts)}); ± is their standard deviation.")
     if skipped:

@@ -31,6 +31,7 @@ from pipeline.extensions.tasks.token_classifier import (
     read_text,
 )
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
+from pipeline.languages import meant_code
 
 OUTSIDE = "O"
 _TAG = re.compile(r"O|[BI]-[^\s]{1,40}")
@@ -48,8 +49,11 @@ def read_entities(path: Path, language: str) -> list[Sentence]:
     sentences = list(_sentences(read_text(path), path))
     if not sentences:
         raise ArtifactError(f"{path} has no sentence. Name a file of named entities.")
-    prefix = f"{language}:"
-    if all(token.startswith(prefix) for sentence in sentences for token in sentence.tokens):
+    spelling = sentences[0].tokens[0].partition(":")[0]
+    prefix = f"{spelling}:"
+    if meant_code(spelling, [language]) == language and all(
+        token.startswith(prefix) for sentence in sentences for token in sentence.tokens
+    ):
         sentences = [
             Sentence(tuple(token.removeprefix(prefix) for token in tokens), tags)
             for tokens, tags in sentences

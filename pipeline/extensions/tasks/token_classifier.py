@@ -36,7 +36,7 @@ from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.kernels.noise import dropout_in, number_sites
 from pipeline.kernels.pointwise import dropped
 from pipeline.kernels.products import Linear
-from pipeline.languages import meant_code
+from pipeline.languages import meant_code, parse_tag
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.parameters import named_slices
@@ -236,12 +236,11 @@ class TaskModel:
 
 Split = Literal["train", "dev", "test"]
 Example = TypeVar("Example")
-_LANGUAGE = r"[a-z]{2,3}(?:_[A-Za-z]{2,8})?"
 _ENTITIES = re.compile(
-    rf"(?P<language>{_LANGUAGE})/(?:[^/]*[-_.])?(?P<split>train|dev|test)(?:\.[A-Za-z0-9]+)?(?:\.gz)?"
+    r"(?P<language>[^./][^/]*)/(?:[^/]*[-_.])?(?P<split>train|dev|test)(?:\.[A-Za-z0-9]+)?(?:\.gz)?"
 )
 _QUESTIONS = re.compile(
-    rf"(?:.*[./])?(?P<language>{_LANGUAGE})\.(?P<split>train|dev|test)\.json(?:\.gz)?"
+    r"(?:.*[./])?(?P<language>[^./]+)\.(?P<split>train|dev|test)\.json(?:\.gz)?"
 )
 
 
@@ -249,7 +248,11 @@ class TaskFiles:
     """Files by language and split."""
 
     def __init__(self, folder: Path, pattern: re.Pattern[str], names: str) -> None:
-        """Find the files that match a pattern; ConfigError without any, or with a split twice."""
+        """Find the files that match a pattern.
+
+        Raises:
+            ConfigError: No file matches, one is of no language, or two are of the same split.
+        """
         self._paths: dict[tuple[str, Split], Path] = {}
         self._folder = folder
         for path in sorted(entries_below(folder)):
@@ -257,7 +260,7 @@ class TaskFiles:
             if match is None:
                 continue
             refuse_no_file(path)
-            key = match["language"], cast("Split", match["split"])
+            key = _code(path, match["language"]), cast("Split", match["split"])
             other = self._paths.setdefault(key, path)
             if other != path:
                 raise ConfigError(f"{other} and {path} are both {key[1]} of {key[0]}. Remove one.")
@@ -312,6 +315,16 @@ class TaskFiles:
         if not (languages := self.languages("test")):
             raise ConfigError(f"{self._folder} has no test file of any language. Add one.")
         return self.read("test", read, languages)
+
+
+def _code(path: Path, spelling: str) -> str:
+    """Return the code of a file's language as pairs can be named by it: ``pt_BR`` for ``pt-BR``."""
+    try:
+        parse_tag(spelling)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error} If it is no data, move it away.") from error
+    language, *others = re.split("[-_]", spelling.strip())
+    return "_".join([language.lower(), *others])
 
 
 def read_text(path: Path) -> str:
