@@ -394,7 +394,8 @@ def _add_chunk(
         tokens = writers[side].append(sentences)
         if language_of(code) in sharding.words:
             words = writers[side].append_begins(_begins(sharding, lines, side=code))
-            if split == "train":
+            if split == "train":  # a white space begins a word for the model, and is none
+                words -= sum(character.isspace() for line in lines for character in line)
                 counts.words[code] = counts.words.get(code, 0) + words
         if split == "train":
             counts.tokens[code] += len(tokens)

@@ -60,7 +60,7 @@ def score_systems(
     call: StageCall,
     *,
     profiles: Sequence[DirectionProfile],
-    left_out: int,
+    left_out: Sequence[str],
     writer: ArtifactWriter,
     work_dir: Path,
 ) -> Evaluation:
@@ -211,7 +211,7 @@ class _Scoring:
             case unknown:
                 raise without_case("_score", unknown)
 
-    def evaluation(self, *, left_out: int) -> Evaluation:
+    def evaluation(self, *, left_out: Sequence[str]) -> Evaluation:
         """Return all scores and comparisons."""
         call, profiles, scores = self.call, self.profiles, self.scores
         groups, columns = averages.group_runs(self.runs), tuple(score.column for score in scores)
@@ -478,17 +478,15 @@ def caveats(
     *,
     scores: Sequence[Score],
     profiles: Sequence[DirectionProfile],
-    left_out: int,
+    left_out: Sequence[str],
     call: StageCall,
 ) -> list[str]:
     """Return the warnings of the report, in sentences."""
     found, translated = [], call.many("systems")
     if left_out:
-        skipped = (listed_names(one, "skipped_directions") for one in translated.values())
-        named = sorted(set().union(*skipped))
         found.append(
-            f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
-            f"system translates them: {listed(named)}."
+            f"{len(left_out)} of {len(left_out) + len(profiles)} directions are left out, because "
+            f"not every system translates them: {listed(sorted(left_out))}."
         )
     if any(profile.family == "unknown" for profile in profiles):
         found.append(

@@ -67,14 +67,14 @@ def initialize(
     width = spec.model.width
     if name.startswith("embedding.") and name.endswith("_scale"):
         return torch.full(shape, width**0.5)
+    if ".router." in name:
+        bound = width**-0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if name.startswith("embedding.") or ".positions." in name:
         value = torch.empty(shape).normal_(0, width**-0.5, generator=generator)
         if name.startswith("embedding."):
             value[spec.pad_id] = 0
         return value
-    if ".router." in name:
-        bound = width**-0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if len(shape) < 2 and not name.endswith(".bias"):

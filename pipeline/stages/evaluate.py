@@ -66,7 +66,7 @@ def run(call: StageCall) -> None:
         evaluation = score_systems(
             call,
             profiles=profiles,
-            left_out=len(every) - len(profiles),
+            left_out=[str(one.direction) for one in every if one not in profiles],
             writer=writer,
             work_dir=Path(work),
         )

@@ -422,7 +422,7 @@ class StreamedModel:
                 of_layer = tensors[part_of(name)]
                 in_turn = ExpertsInTurn(layer.experts, f"{name}.experts", of_layer)
                 layer.register_module("experts", in_turn)
-        self._spare: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+        self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
     @classmethod
     def of_sources(cls, plan: AssemblyPlan) -> "StreamedModel":
@@ -455,8 +455,8 @@ class StreamedModel:
     def _fill(self, prefix: str, module: nn.Module, *, recurse: bool = True) -> None:
         for owner in module.modules() if recurse else [module]:
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                spare = self._spare[parameter.shape]
-                values = spare.pop() if spare else torch.empty(parameter.shape)
+                spare = self._spare[parameter.shape, parameter.dtype]
+                values = spare.pop() if spare else torch.empty_like(parameter, device="cpu")
                 setattr(owner, name, nn.Parameter(values, requires_grad=False))
         for entry in named_slices(module):
             if recurse or entry.owner is module:
@@ -473,6 +473,6 @@ class StreamedModel:
         """Give the memory of a module's parameters to the next layer."""
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                self._spare[parameter.shape].append(parameter.data)
-                nothing = torch.empty(parameter.shape, device="meta")
+                self._spare[parameter.shape, parameter.dtype].append(parameter.data)
+                nothing = torch.empty_like(parameter, device="meta")
                 setattr(owner, name, nn.Parameter(nothing, requires_grad=False))
