@@ -851,14 +851,16 @@ def without_french(direction: Direction, _: list[str], references: list[str]) ->
     return [Hypothesis(text) for text in references] if knows else []
 
 
+@pytest.mark.parametrize("elsewhere", [[], ["en-fi", "fi-en"]])
 def test_directions_that_a_model_does_not_know_are_left_out_for_all_systems(
-    tmp_path: Path, corpus: Artifact
+    tmp_path: Path, corpus: Artifact, elsewhere: list[str]
 ) -> None:
+    """``elsewhere``: skipped directions of another corpus."""
     small = translations(
         tmp_path / "a",
         corpus,
         without_french,
-        statistics={"skipped_directions": ["de-fr", "en-fr", "fr-de", "fr-en"]},
+        statistics={"skipped_directions": ["de-fr", "en-fr", "fr-de", "fr-en", *elsewhere]},
     )
     systems = {"small": small, "perfect": translations(tmp_path / "b", corpus, perfect)}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))

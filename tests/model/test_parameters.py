@@ -93,6 +93,14 @@ def test_two_expert_parallel_ranks_hold_together_what_one_process_holds() -> Non
             assert torch.equal(value, whole[name]), name
 
 
+@pytest.mark.parametrize("inner", ["weight", "positions.weight", "network.positions"])
+def test_all_tensors_of_a_router_begin_uniformly(inner: str) -> None:
+    name = f"decoder.layers.1.feed_forward.router.{inner}"
+    value = initialize(name, torch.Size([400, 30]), spec=tiny_spec(), seed=1)
+    assert 0.24 < value.abs().max() < 0.25 == tiny_spec().model.width ** -0.5
+    assert value.std().item() == pytest.approx(0.25 / 3**0.5, rel=0.02)
+
+
 def test_initial_values_depend_on_name_and_seed_only() -> None:
     small, large = values(initialized(tiny_spec())), values(initialized(moe_spec(layers=4)))
     shared = set(small) & set(large)

@@ -37,7 +37,7 @@ from pipeline.model.parameters import (
     named_slices,
     select_experts,
 )
-from pipeline.model.spec import ModelSpec
+from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
@@ -362,7 +362,34 @@ class AssemblyPlan:
         for source in parts.values():
             source.refuse_unused(assignments)
         self._refuse_idle_settings(assignments)
+        self._refuse_rows_of_other_languages(assignments)
         return assignments
+
+    def _refuse_rows_of_other_languages(self, assignments: Sequence[Assignment]) -> None:
+        """Refuse tensors of routers that would keep a row per language, for other languages."""
+        languages = self.spec.languages
+        others = [part for part, one in self.sources.items() if one.spec.languages != languages]
+        kept = [
+            entry
+            for entry in assignments
+            if entry.part in others and entry.source == entry.target and is_router(entry.target)
+        ]
+        if not kept:
+            return
+        wider = placeholder_spec(
+            self.spec.model,
+            vocabulary_size=self.spec.vocabulary_size,
+            num_groups=self.spec.num_groups,
+            num_languages=len(languages) + 1,
+        )
+        shapes = {one.name: tuple(one.value.shape) for one in named_slices(shape_of_model(wider))}
+        for entry in kept:
+            if shapes.get(entry.target) != self.shape(entry.target):
+                raise CheckpointError(
+                    f"{self.sources[entry.part].origin}: {entry.target} has a row per language, "
+                    "and the languages of the model are others. Name a source with the same ones, "
+                    f"or let the {entry.part} start fresh."
+                )
 
     def _refuse_idle_settings(self, assignments: Sequence[Assignment]) -> None:
         experts = any(entry.rule in EXPERT_RULES for entry in assignments)

@@ -23,9 +23,11 @@ from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recipe import Recipe
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.moe.router import build_router
+from pipeline.model.moe.routing import Routing
 from pipeline.model.parameters import initialize, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
@@ -249,6 +251,57 @@ def test_more_experts_lengthen_other_routers(
             assert torch.equal(tensors[f"{name}.{inner}"], before[f"{name}.{inner}"][rows])
         preference = before[f"{name}.preference"]  # a row per language
         assert torch.equal(tensors[f"{name}.preference"], preference[:, rows])
+
+
+class TableRouter(SigmoidRouter):
+    """Has a table of integers, as a router by hashes does."""
+
+    table_of_today: Tensor
+
+    def __init__(self, moe: MoEConfig, spec: ModelSpec) -> None:
+        super().__init__(moe, spec)
+        table = torch.zeros(len(self.table_of_today), dtype=torch.int64)
+        self.table = nn.Parameter(table, requires_grad=False)
+
+    def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
+        return self.table_of_today if name == "table" else torch.randn(shape, generator=generator)
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
+        return super().forward(x_ND + 0 * self.preference[self.table].sum(), tokens)
+
+
+@pytest.mark.parametrize("table", [[1, 0, 2], [3]])
+def test_a_router_with_integers_is_made_of_a_dense_model(
+    table: list[int], dense: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TableRouter, "table_of_today", torch.tensor(table), raising=False)
+    monkeypatch.setattr(
+        "pipeline.model.moe.layer.build_router", lambda spec, moe, **_: TableRouter(moe, spec)
+    )
+    spec = byte_spec(moe=MOE)
+    upcycle.run(upcycle_call(tmp_path / "out", spec.model, dict.fromkeys(PARTS, dense)))
+    made = load_model(open_artifact(tmp_path / "out", kind="checkpoint"))
+    tables = [entry.value for entry in named_slices(made) if entry.name.endswith(".table")]
+    assert tables
+    for found in tables:
+        assert found.tolist() == table
+
+
+@pytest.mark.parametrize("languages", [("aa", "de", "en", "fr"), ("en", "fr", "ru", "zh")])
+def test_rows_of_a_router_for_other_languages_are_refused(
+    languages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = byte_spec(moe=MOE)
+    other = spec.model_copy(update={"languages": languages})
+    source = checkpoint_of(tmp_path / "plain", tiny_model(spec))
+    assembled(other, [source, source, source], UpcyclingConfig())  # its rows are of experts
+    monkeypatch.setattr(
+        "pipeline.model.moe.layer.build_router", lambda spec, moe, **_: SigmoidRouter(moe, spec)
+    )
+    source = checkpoint_of(tmp_path / "own", tiny_model(spec))
+    assembled(spec, [source, source, source], UpcyclingConfig())
+    with pytest.raises(CheckpointError, match=r"preference has a row per language, .* fresh\.$"):
+        assembled(other, [source, source, source], UpcyclingConfig())
 
 
 @pytest.mark.parametrize(
