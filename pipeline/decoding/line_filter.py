@@ -47,7 +47,7 @@ class FilterCounts:
     unknown: int = 0
     """Lines with characters that the vocabulary does not have."""
     at_limit: int = 0
-    """Lines whose translation is as long as the settings permit."""
+    """Lines with a translation as long as the settings permit."""
 
     def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
         """Count a line and its translation."""
