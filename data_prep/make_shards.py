@@ -395,7 +395,7 @@ def _add_chunk(
         if language_of(code) in sharding.words:
             words = writers[side].append_begins(_begins(sharding, lines, side=code))
             if split == "train":  # a white space begins a word for the model, and is none
-                words -= sum(character.isspace() for line in lines for character in line)
+                words -= sum(len(line) - len("".join(line.split())) for line in lines)
                 counts.words[code] = counts.words.get(code, 0) + words
         if split == "train":
             counts.tokens[code] += len(tokens)

@@ -362,8 +362,8 @@ def test_lines_with_unknown_characters_and_long_ones_are_counted_and_told(tmp_pa
         summarize(writer, Selection((Direction("de", "en"),), skipped=()))
     assert writer.summary[1:] == [
         "2 lines with characters that the model's vocabulary does not have",
-        "1 translation as long as decoding.max_length_ratio and decoding.max_extra_length permit: "
-        "the end may be cut off",
+        "1 translation as long as decoding.max_length_ratio, decoding.max_extra_length and the "
+        "model's positions permit: the end may be cut off",
     ]
 
 

@@ -161,7 +161,7 @@ class Hypothesis:
     unknown: int = 0
     """Tokens of the source for characters that the vocabulary does not have, one per run."""
     at_limit: bool = False
-    """Whether it is as long as the settings permit, so that its end may be cut off."""
+    """Whether it is as long as settings and model permit, so that its end may be cut off."""
     details: Details | None = None
     """Alternatives, words and alignment, which are stored in a file of their own."""
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis
 from pipeline.artifacts.spelling import is_blank
-from pipeline.decoding.settings import LENGTH_SETTINGS, DecodingConfig
+from pipeline.decoding.settings import LENGTH_LIMITS, DecodingConfig
 from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
@@ -82,7 +82,7 @@ class FilterCounts:
             )
         if self.at_limit:
             yield (
-                f"{self.at_limit:,} of {lines} have a translation as long as {LENGTH_SETTINGS} "
+                f"{self.at_limit:,} of {lines} have a translation as long as {LENGTH_LIMITS} "
                 "permit: its end may be cut off."
             )
         if self.truncated:

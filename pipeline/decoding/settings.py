@@ -6,8 +6,8 @@ from pydantic import model_validator
 
 from pipeline.config.settings import BatchTokens, Route, Seed, Settings, Temperature, number, whole
 
-LENGTH_SETTINGS = "decoding.max_length_ratio and decoding.max_extra_length"
-"""Names of the settings that end a hypothesis, for remarks."""
+LENGTH_LIMITS = "decoding.max_length_ratio, decoding.max_extra_length and the model's positions"
+"""Limits that end a hypothesis, as remarks name them."""
 BYTES_LENGTH_RATIO = 6.0
 """``max_length_ratio`` of vocabularies of bytes, where it is not set."""
 

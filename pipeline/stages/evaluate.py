@@ -63,10 +63,11 @@ def run(call: StageCall) -> None:
             call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
         systems = call.many("systems")
         profiles = shared_directions(systems, corpus=corpus, profiles=every)
+        taken = {one.direction for one in profiles}
         evaluation = score_systems(
             call,
             profiles=profiles,
-            left_out=[str(one.direction) for one in every if one not in profiles],
+            left_out=[str(one.direction) for one in every if one.direction not in taken],
             writer=writer,
             work_dir=Path(work),
         )

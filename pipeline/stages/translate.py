@@ -50,7 +50,7 @@ from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer
 from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recipe import describe_change, with_defaults
 from pipeline.config.settings import Route
-from pipeline.decoding.settings import LENGTH_SETTINGS
+from pipeline.decoding.settings import LENGTH_LIMITS
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.process import Progress
 from pipeline.distributed.world import (
@@ -417,7 +417,7 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         )
     if counts["at_limit"]:
         writer.summary.append(
-            f"{counted(counts['at_limit'], 'translation')} as long as {LENGTH_SETTINGS} permit: "
+            f"{counted(counts['at_limit'], 'translation')} as long as {LENGTH_LIMITS} permit: "
             "the end may be cut off"
         )
     if counts["invalid"]:
