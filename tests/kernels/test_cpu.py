@@ -150,6 +150,7 @@ def test_pieces_run_without_autograd_and_in_the_callers_mode(is_inference: bool)
 
 
 MANY_SHAPES = """
+import ctypes
 import torch
 from pipeline.kernels.products import linear
 dtype = torch.bfloat16
@@ -159,6 +160,7 @@ with torch.no_grad():
         for weight in weights:
             linear(torch.ones(rows, weight.shape[1], dtype=dtype), weight, None)
         if rows in (215, 615):
+            ctypes.CDLL(None).malloc_trim(0)  # what is free counts for nobody
             pages = int(open("/proc/self/statm").read().split()[1])
             print(pages * 4096 // 2**20)
 """
@@ -174,4 +176,4 @@ def test_memory_does_not_grow_with_every_new_number_of_rows() -> None:
         code, out, error = started.end()
     assert code == 0, error
     warm, end = map(int, out.split())
-    assert end - warm < 40
+    assert end - warm < 10  # with PyTorch's 1,024 shapes it is 25
