@@ -180,10 +180,12 @@ class BeamStep:
         self, beams: Beams, logits_RV: Tensor, active: Sequence[int] = ()
     ) -> tuple[Beams, Tensor]:
         """Return the extended beams, and the beam (B, J) that each of them extends."""
-        beams = beams._replace(length_B=beams.length_B + 1)
-        limited_B = self._if_any(beams.length_B >= beams.limit_B)
+        length_B = beams.length_B + 1
+        limited_B = self._if_any(length_B >= beams.limit_B)
         score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
-        beams = self._collect(beams, score_BC, beam_BC, token_BC, limited_B)
+        counted_B = counted_length(self.rule, length_B, prompt_length=self.prompt_length)
+        divisor_B1 = counted_B.double().pow(self.penalty)[:, None]
+        beams = self._collect(beams, score_BC, beam_BC, token_BC, limited_B, divisor_B1)
         running_BJ, choice_BJ = self._running(
             score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
         )
@@ -192,7 +194,8 @@ class BeamStep:
             next_BJ=next_BJ,
             score_BJ=running_BJ,
             tokens_BJT=_appended(beams, beam_BJ, next_BJ),
-            done_B=self._done(beams, running_BJ, limited_B),
+            length_B=length_B,
+            done_B=self._done(beams, running_BJ, limited_B, divisor_B1),
         )
         return extended, beam_BJ
 
@@ -234,13 +237,16 @@ class BeamStep:
         if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
-        # At the first token a small vocabulary has fewer candidates than there are beams.
-        missing = max(self.beams - total_BX.shape[1], 0)
-        total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
+        token_BX = token_RC.view(batch, -1)
+        if (missing := self.beams - total_BX.shape[1]) > 0:
+            # At the first token a small vocabulary has fewer candidates than there are beams.
+            total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
+            token_BX = F.pad(token_BX, (0, missing))
         # Twice the beams: even if J of them end, J are left to go on.
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
-        token_BX = F.pad(token_RC.view(batch, -1), (0, missing))
-        beam_BC = (place_BC // width).clamp_max_(rows - 1)
+        beam_BC = place_BC // width
+        if missing > 0:
+            beam_BC.clamp_max_(rows - 1)
         token_BC = token_BX.gather(1, place_BC)
         if self.constraints is None:
             return score_BC, beam_BC, token_BC
@@ -270,13 +276,15 @@ class BeamStep:
         self, best_RC: Tensor, token_RC: Tensor, logits_RV: Tensor, limited_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Leave end-of-sentence as the only candidate where the length limit is reached."""
-        is_forced_BJ = limited_B[:, None].expand(-1, len(best_RC) // len(limited_B))
-        is_forced_R1 = is_forced_BJ.reshape(-1, 1)
-        end_RC = torch.full_like(best_RC, -torch.inf)
-        end_RC[:, 0] = logits_RV[:, self.eos_id]
+        rows, width = best_RC.shape
+        is_forced_B11 = limited_B[:, None, None]
+        end_RC = F.pad(logits_RV[:, self.eos_id, None], (0, width - 1), value=-torch.inf)
+        best_BJC, end_BJC, token_BJC = (
+            x_RC.view(len(limited_B), -1, width) for x_RC in (best_RC, end_RC, token_RC)
+        )
         return (
-            torch.where(is_forced_R1, end_RC, best_RC),
-            token_RC.masked_fill(is_forced_R1, self.eos_id),
+            torch.where(is_forced_B11, end_BJC, best_BJC).view(rows, width),
+            token_BJC.masked_fill(is_forced_B11, self.eos_id).view(rows, width),
         )
 
     def _at_least_beams(self, found: Candidates) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,10 +293,6 @@ class BeamStep:
         score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
         return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
 
-    def _normalized(self, beams: Beams, score_BX: Tensor) -> Tensor:
-        counted_B = counted_length(self.rule, beams.length_B, prompt_length=self.prompt_length)
-        return score_BX.double() / counted_B.double().pow(self.penalty)[:, None]
-
     def _collect(
         self,
         beams: Beams,
@@ -296,6 +300,7 @@ class BeamStep:
         beam_BC: Tensor,
         token_BC: Tensor,
         limited_B: Tensor | None,
+        divisor_B1: Tensor,
     ) -> Beams:
         """Record the hypotheses that end here, out of the J best candidates.
 
@@ -303,17 +308,16 @@ class BeamStep:
         """
         # As in fairseq and transformers: an end below the J best would not have had a place.
         score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
-        has_end_BJ = ends_BJ = token_BJ == self.eos_id
+        ends_BJ = token_BJ == self.eos_id
         if limited_B is not None and not self.rule.forces_end_at_limit:
             ends_BJ = ends_BJ | limited_B[:, None]
         if self._if_any(ends_BJ) is None:
             return beams
-        ends_BJ = ends_BJ & score_BJ.isfinite() & ~beams.done_B[:, None]
-        new_BJ = self._normalized(beams, score_BJ).masked_fill(~ends_BJ, -torch.inf)
+        ends_BJ = ends_BJ & (score_BJ > -torch.inf) & ~beams.done_B[:, None]
+        new_BJ = torch.where(ends_BJ, score_BJ / divisor_B1, -torch.inf)
         score_BX = torch.cat([beams.ended_score_BJ, new_BJ], dim=1)
-        length_BX = torch.cat(
-            [beams.ended_length_BJ, beams.length_B[:, None] - has_end_BJ.long()], dim=1
-        )
+        length_BJ = beams.length_B[:, None] + (token_BJ != self.eos_id)
+        length_BX = torch.cat([beams.ended_length_BJ, length_BJ], dim=1)
         tokens_BXT = torch.cat([beams.ended_tokens_BJT, _appended(beams, beam_BJ, token_BJ)], dim=1)
         # Stable: of equal scores, the hypothesis that ended first stays in front.
         sorted_BX, order_BX = score_BX.sort(dim=1, descending=True, stable=True)
@@ -324,13 +328,15 @@ class BeamStep:
             ended_tokens_BJT=_of_rows(tokens_BXT, best_BJ),
         )
 
-    def _done(self, beams: Beams, running_BJ: Tensor, limited_B: Tensor | None) -> Tensor:
+    def _done(
+        self, beams: Beams, running_BJ: Tensor, limited_B: Tensor | None, divisor_B1: Tensor
+    ) -> Tensor:
         done_B = beams.done_B if limited_B is None else beams.done_B | limited_B
         worst_B = beams.ended_score_BJ[:, -1]
         full_B = self._if_any(worst_B > -torch.inf)
         if full_B is None:
             return done_B
-        running_B = self._normalized(beams, running_BJ.amax(1, keepdim=True))[:, 0]
+        running_B = (running_BJ.amax(1, keepdim=True) / divisor_B1)[:, 0]
         ends_B = self.rule.is_done(worst_ended=worst_B, best_running=running_B)
         if not isinstance(ends_B, bool) and (
             getattr(ends_B, "dtype", None) != torch.bool or ends_B.shape != worst_B.shape
@@ -356,21 +362,18 @@ class BeamStep:
 
 def _so_far(beams: Beams) -> Tensor:
     """Return the tokens before the tokens of this step, of sentences that began together."""
-    return beams.tokens_BJT[:, :, : int(beams.length_B[0]) - 1]
+    return beams.tokens_BJT[:, :, : int(beams.length_B[0])]
 
 
 def _of_rows(x_BJT: Tensor, row_BX: Tensor) -> Tensor:
     """Return the given rows of every sentence, (B, X, T)."""
-    batch, rows, length = x_BJT.shape
-    first_B = torch.arange(0, batch * rows, rows, device=row_BX.device)
-    row_N = (first_B[:, None] + row_BX).flatten()
-    return x_BJT.reshape(-1, length).index_select(0, row_N).view(*row_BX.shape, length)
+    return x_BJT.gather(1, row_BX[:, :, None].expand(-1, -1, x_BJT.shape[2]))
 
 
 def _appended(beams: Beams, beam_BX: Tensor, token_BX: Tensor) -> Tensor:
     """Return the tokens of the given beams with one more each, (B, X, T)."""
     tokens_BXT = _of_rows(beams.tokens_BJT, beam_BX)
-    place_BX1 = (beams.length_B - 1)[:, None, None].expand(*token_BX.shape, 1)
+    place_BX1 = beams.length_B[:, None, None].expand(*token_BX.shape, 1)
     return tokens_BXT.scatter_(2, place_BX1, token_BX[:, :, None])
 
 

@@ -37,6 +37,7 @@ from pipeline.kernels.attention import (
 from pipeline.kernels.cpu import can_loop
 from pipeline.kernels.pointwise import JointParameters
 from pipeline.model.attention import Attention
+from pipeline.model.sublayer import Residual
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
@@ -248,6 +249,13 @@ class GridKeys:
             both = source.key_BHSK.contiguous(), source.value_BHSK.contiguous()
             sources.append(_Entries(this, cross, *both, is_past=False))
         self._use(pasts, sources)
+        self._number_rows(1)
+
+    def _number_rows(self, rows: int) -> None:
+        """Make what all steps with so many rows per sentence read: a launch each."""
+        device = self.made.device
+        self.row_J = torch.arange(rows, device=device)
+        self.itself_JJ = torch.eye(rows, dtype=torch.bool, device=device)
 
     def _use(self, pasts: "list[_Entries]", sources: "list[_Entries]") -> None:
         self.pasts, self.sources = pasts, sources
@@ -260,6 +268,7 @@ class GridKeys:
         new.own_past_BJP = self.own_past_BJP.new_zeros(batch, rows, rows * positions)
         new.source_BS, new.is_full = self.source_BS.new_zeros(batch, positions), False
         new.made = torch.zeros_like(self.made)
+        new._number_rows(rows)
         new._use(
             [one.blank(proxy(new), batch, rows * positions) for one in self.pasts],
             [one.blank(proxy(new), batch, positions) for one in self.sources],
@@ -287,9 +296,8 @@ class GridKeys:
         """Prepare every layer's past for one more entry per row, for which there is room."""
         batch, rows, _ = self.own_past_BJP.shape
         # Every row adds an entry to the grid of its sentence, which only itself sees so far.
-        itself_JJ = torch.eye(rows, dtype=torch.bool, device=self.made.device)
-        self.new_J = self.made + torch.arange(rows, device=self.made.device)
-        self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
+        self.new_J = self.made + self.row_J
+        self.own_past_BJP.index_copy_(2, self.new_J, self.itself_JJ.expand(batch, -1, -1))
         self.made += rows
         like = self.pasts[0].key_BHSK
         self.is_fused = can_attend_step(like, rows=rows)
@@ -305,6 +313,8 @@ class GridKeys:
         # Entries do not move with the beams, only what each row sees of them.
         batch = len(self.own_past_BJP)
         self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
+        if beam_BJ.shape[1] != len(self.row_J):
+            self._number_rows(beam_BJ.shape[1])
         if len(keep_B) == batch:
             return
         for one in (*self.pasts, *self.sources):
@@ -401,10 +411,10 @@ class DecoderStates:
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
         embedded_RD = model.embedding(ids_R, is_target=True)
-        x_RD = model.decoder.enter(embedded_RD, tokens, model.positions_TD)
+        x = Residual(model.decoder.enter(embedded_RD, tokens, model.positions_TD), tokens)
         for layer, cache in zip(model.decoder_layers(), self.keys.layers, strict=True):
-            x_RD = layer.step(x_RD, cache, tokens)
-        return x_RD
+            x = layer.step(x, cache)
+        return x.sum()
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only the sentences ``keep_B`` with their rows ``beam_BJ``, in that order."""
@@ -456,7 +466,7 @@ class DecoderStates:
             else torch.full_like(ids_R, position),
             source_language_B=source_language_B,
             target_language_B=target_language_B,
-            language_group_B=self.model.group_of_language[target_language_B],
+            group_of_language_L=self.model.group_of_language,
             route=self.route,
             joint=self.joint,
         )

@@ -72,9 +72,12 @@ class Grid:
         x_RD = self.states.step_in_place(*tokens)
         extended, beam_BJ = self.extend(self.beams, self.states.model.project(x_RD))
         self.states.reorder(beam_BJ)
-        for own, new in zip(self.beams, extended, strict=True):
-            if new is not own:  # a graph reads and writes the same addresses at every replay
-                own.copy_(new)
+        # A graph reads and writes the same addresses at every replay.
+        pairs = zip(self.beams, extended, strict=True)
+        changed = [(own, new) for own, new in pairs if new is not own]
+        for dtype in dict.fromkeys(own.dtype for own, _ in changed):  # one kernel for each
+            kept, made = zip(*(pair for pair in changed if pair[0].dtype == dtype), strict=True)
+            torch._foreach_copy_(kept, made)
 
 
 class Grids:

@@ -1,6 +1,6 @@
 """Metadata of the tokens that a layer processes, and linear layers that depend on it.
 
-Legend: B sentences, N tokens.
+Legend: B sentences, N tokens, L languages.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ class Tokens:
         position_N: position of each token in its sentence, from 0.
         source_language_B: index of each sentence's source language in ``spec.languages``.
         target_language_B: index of its target language.
-        language_group_B: group of its target language.
+        group_of_language_L: group of each language.
         route: the language-specific or the shared route, in a model that has both.
         progress: share of training done before this update, 0 to 1; read in training only.
         shares: the micro-batches that share the pass; None for a single one.
@@ -47,7 +47,7 @@ class Tokens:
     position_N: Tensor
     source_language_B: Tensor
     target_language_B: Tensor
-    language_group_B: Tensor
+    group_of_language_L: Tensor
     route: Route = "specific"
     progress: float = 0.0
     shares: Shares | None = None
@@ -72,7 +72,7 @@ class Tokens:
     @cached_property
     def language_group_N(self) -> Tensor:
         """Return the group of each token's target language."""
-        return self.language_group_B[self.sentence_N]
+        return self.group_of_language_L[self.target_language_N]
 
     def route_numbers(
         self, *, num_experts: int, top_k: int, capacity_M: tuple[int, ...] | None

@@ -192,14 +192,12 @@ class DecoderLayer(nn.Module):
         x = attend_to_source(x, packing, memory_ND, memory, x.tokens, keys_values)
         return transform(x, x.tokens)
 
-    def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
+    def step(self, x: Residual, cache: LayerCache) -> Residual:
         """Apply the layer to one new token per row, and add it to the row's past."""
         attend, attend_to_source, transform = self.sublayers.values()
-        x = Residual(x_RD, tokens)
-        x = attend.step(x, cache.past, tokens)
-        x = attend_to_source.step(x, cache.memory, tokens)
-        x = transform.step(x, tokens)
-        return x.sum()
+        x = attend.step(x, cache.past, x.tokens)
+        x = attend_to_source.step(x, cache.memory, x.tokens)
+        return transform.step(x, x.tokens)
 
 
 def build_attention(model: ModelConfig, rates: Regularization) -> Attention:
@@ -429,7 +427,7 @@ class Transformer(Trained):
             position_N=packing.position_N,
             source_language_B=source_language_B,
             target_language_B=target_language_B,
-            language_group_B=self.group_of_language[target_language_B],
+            group_of_language_L=self.group_of_language,
             route=route,
             progress=progress,
             shares=packing.shares,

@@ -240,6 +240,18 @@ def test_a_decoding_step_on_a_grid_waits_for_nothing(precision: str) -> None:
     assert len(moe.host_waits) == (3 if precision == "float32" else 0)
 
 
+def test_a_step_of_a_search_launches_few_operators_beside_its_layers() -> None:
+    def launches(layers: int) -> int:
+        recipe = small_recipe(layers=(1, layers))
+        return len(count_decoding_step(recipe, vocabulary_size=100, num_groups=0).launches)
+
+    with meta_stands_for(DEVICES["h100"].capability):
+        few, many = launches(2), launches(6)
+    # Six products, two attentions, and three norms with the sums before them.
+    assert many - few == 4 * 11
+    assert few - 2 * 11 <= 66
+
+
 def test_products_are_counted_as_their_shapes_say() -> None:
     x_ND = torch.empty(6, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
     weight_FD = torch.empty(16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)

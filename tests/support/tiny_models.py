@@ -149,7 +149,7 @@ def tokens_in_groups(group_N: torch.Tensor) -> Tokens:
         position_N=torch.zeros_like(number_N),
         source_language_B=torch.zeros_like(number_N),
         target_language_B=number_N,
-        language_group_B=group_N,
+        group_of_language_L=group_N,
         noise=Noise(torch.zeros_like(number_N).int(), number_N.int()),
     )
 

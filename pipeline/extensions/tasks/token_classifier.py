@@ -125,7 +125,7 @@ class TokenClassifier(Trained):
             position_N=packing.position_N,
             source_language_B=batch.language_B,
             target_language_B=batch.language_B,
-            language_group_B=torch.zeros_like(batch.language_B),
+            group_of_language_L=batch.language_B.new_zeros(len(self.spec.languages)),
             route=route,
             progress=progress,
             noise=packing.noise,
