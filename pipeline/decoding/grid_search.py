@@ -21,7 +21,7 @@ from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import process
-from pipeline.kernels.launching import HostCopy, recorded
+from pipeline.kernels.launching import HostCopy, HostWaits, recorded
 from pipeline.kernels.pointwise import JointParameters
 from pipeline.kernels.products import has_grouped_products
 from pipeline.model.transformer import Transformer
@@ -84,6 +84,8 @@ class Grids:
     """The grids of a model and its settings that no search uses, for searches to come."""
 
     def __init__(self) -> None:
+        self.waits = False
+        """Whether the host waits for values in the steps of the model: there are no grids then."""
         self._free: list[Grid] = []
         self._joint: list[JointParameters | None] = []
 
@@ -156,9 +158,12 @@ class GridSearch:
         if self.grid is None:
             found = self.first.step()
             self.rows = [*self.first.active]
-            if self.rows:
+            if self.rows and not self.grids.waits:
                 rows = [*range(len(self.rows))]
-                self._move(self.first.extend, self.first.beams, self.first.states, rows)
+                try:
+                    self._move(self.first.extend, self.first.beams, self.first.states, rows)
+                except HostWaits:
+                    self.grids.waits = True
         else:
             found = self._steps(self.grid)
         self._leave_done()
@@ -185,6 +190,8 @@ class GridSearch:
 
     def drop(self, indices: Container[int]) -> None:
         """End the search for these sentences without a result; the search must have made a step."""
+        if self.grids.waits:
+            self.first.drop(indices)
         self.rows = [None if index in indices else index for index in self.rows]
         self._leave_done()
 

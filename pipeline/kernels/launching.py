@@ -9,6 +9,7 @@ the GPU to run them. A CUDA graph launches all of them at once (:func:`recorded`
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -137,20 +138,30 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+class HostWaits(Exception):
+    """The host waits for a value in a step, which no graph can."""
+
+
 def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Return a function that repeats a step: on a CUDA device by a graph, else by calling it.
 
-    The step runs once, for libraries to initialize, and is then recorded. It must read and write
-    tensors that stay where they are, and wait for no value. All graphs share a memory pool: their
-    intermediate results do not outlive a step.
+    The step must read and write tensors that stay where they are. It runs once for libraries to
+    initialize, and once to see that no module of one's own reads a value. All graphs share a memory
+    pool: their intermediate results do not outlive a step.
+
+    Raises:
+        HostWaits: the host waits for a value in the step.
     """
     if device.type != "cuda":
         return step
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(device).wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            step()
+            _without_waits(step)
+    finally:  # the memory of a step that fails is free from here on
+        torch.cuda.current_stream(device).wait_stream(side)
     graph, living = torch.cuda.CUDAGraph(), next(iter(_GRAPHS), None)
     # PyTorch refuses the pool of graphs that are gone: a living graph names it.
     pool = None if living is None else living.pool()
@@ -163,6 +174,20 @@ def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 
 _GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+
+def _without_waits(step: Callable[[], None]) -> None:
+    """Make a step; HostWaits if the host waits for the device in it."""
+    with warnings.catch_warnings(action="ignore"):  # PyTorch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise HostWaits from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class HostCopy:

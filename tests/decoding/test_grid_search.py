@@ -1,7 +1,9 @@
 """Tests of pipeline/decoding/grid_search.py, and of the search that it repeats."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from support.tiny_models import EOS_ID, PAD_ID, random_examples, source_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.decoding import beam_search
+from pipeline.decoding import grid_search as on_grids
 from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.grid_search import MOST_GRIDS, Grids, GridSearch, suits_grids
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu import sparing_loops
+from pipeline.kernels.launching import HostWaits, recorded
 from pipeline.model.transformer import Transformer
 
 
@@ -219,6 +223,84 @@ def test_a_search_uses_the_grids_of_an_earlier_one_and_few_are_kept() -> None:
     for _ in range(2 * MOST_GRIDS):
         grids.give(grids._free[0])
     assert len(grids._free) == MOST_GRIDS
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dropped", [(), (1, 2)])
+def test_a_model_whose_steps_wait_for_values_is_searched_without_grids(
+    monkeypatch: pytest.MonkeyPatch, dropped: tuple[int, ...]
+) -> None:
+    model, grids, tries = model_of("moe-lgr"), Grids(), list[torch.device]()
+
+    def refuse(_: Callable[[], None], device: torch.device) -> None:
+        tries.append(device)
+        raise HostWaits
+
+    monkeypatch.setattr(on_grids, "recorded", refuse)
+    examples = random_examples(model.spec, sentences=5, seed=4, shortest=5, longest=9)
+    sources, config = [source_of(one) for one in examples], DecodingConfig(beam_size=3)
+    expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+    for _ in range(2):
+        with sparing_loops():
+            search = GridSearch(model, sources, config, eos_id=EOS_ID, grids=grids)
+            found = search.step()
+            search.drop(dropped)
+            while search.active:
+                found |= search.step()
+        assert [*sorted(found)] == [index for index in range(5) if index not in dropped]
+        for index, of_source in found.items():
+            assert [one.tokens for one in of_source] == [one.tokens for one in expected[index]]
+    assert len(tries) == 1
+
+
+class _Cuda:
+    """Stands for ``torch.cuda`` where steps make what a graph cannot repeat."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.modes, self.steps = error, ["default"], 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.modes[-1] == "error" and self.error:
+            raise RuntimeError(self.error)
+
+    def use(self, patch: pytest.MonkeyPatch) -> None:
+        stream = SimpleNamespace(wait_stream=lambda _: None)
+        graph = type("Graph", (), {"replay": self.step, "pool": lambda _: (0, 0)})
+        for name, value in {
+            "Stream": lambda _: stream,
+            "current_stream": lambda _: stream,
+            "stream": nullcontext,
+            "CUDAGraph": graph,
+            "graph": lambda *_, **__: nullcontext(),
+            "set_sync_debug_mode": self.modes.append,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        ("", None),
+        ("called a synchronizing CUDA operation", HostWaits),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),
+    ],
+)
+def test_a_step_is_recorded_unless_the_host_waits_in_it(
+    monkeypatch: pytest.MonkeyPatch, error: str, raised: type[Exception] | None
+) -> None:
+    cuda = _Cuda(error)
+    cuda.use(monkeypatch)
+    if raised is None:
+        repeat = recorded(cuda.step, torch.device("cuda"))
+        assert cuda.steps == 3  # for libraries, for waits, for the graph
+        repeat()
+        assert cuda.steps == 4
+    else:
+        with pytest.raises(raised) as found:
+            recorded(cuda.step, torch.device("cuda"))
+        assert found.type is raised
+    assert cuda.modes == ["default", "error", "default"]
 
 
 def test_scores_that_are_no_numbers_are_refused_on_grids() -> None:
