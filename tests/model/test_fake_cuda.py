@@ -74,6 +74,7 @@ def test_the_loss_of_a_micro_batch_is_made_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # asks for a driver
     config = None if moe is None else MoEConfig.model_validate(moe)
     spec = tiny_spec(moe=config, groups=groups, model={"language_modules": modules})
     rates = Regularization(dropout=0.1, attention_dropout=0.1)
