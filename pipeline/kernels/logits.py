@@ -23,8 +23,8 @@ CACHED_ROWS = 16
 """Number of rows whose float32 copies exist at a time on CPU, so that they stay in the cache."""
 DEVICE_CHUNKS = 8
 """Number of chunks on other devices: few, as every operator costs a launch regardless of size."""
-SEARCH_BLOCK, MOST_BEST = 1024, 32
-"""Columns of a part of a row in :func:`fused_best_tokens`, 32 for each thread of one warp, and most
+SEARCH_BLOCK, MOST_BEST = 512, 32
+"""Columns of a part of a row in :func:`fused_best_tokens`, 16 for each thread of one warp, and most
 tokens that it finds: its code grows with their number."""
 LOSS_BLOCK, LOSS_WARPS = 8192, 16
 """Logits that a program reads at a time, and its warps: every thread reads 2 x 16 bytes."""
@@ -238,23 +238,21 @@ def fused_best_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of :func:`best_tokens` without a column, and log Σ e^x of every row.
 
-    A GPU takes two kernels for both (:func:`~pipeline.kernels.launching.is_fused`): one for parts
-    of rows, one for their results.
+    A GPU takes two kernels for both (:func:`~pipeline.kernels.launching.is_fused`): one for the
+    maxima of parts of rows, one that reads the parts with the largest maxima again.
     """
-    (rows, columns), like = logits_RV.shape, logits_RV
+    (rows, columns), stride = logits_RV.shape, logits_RV.stride(0)
     parts = -(-columns // SEARCH_BLOCK)
-    best_RPC = like.new_empty(rows, parts, width, dtype=torch.float32)
-    column_RPC = torch.empty_like(best_RPC, dtype=torch.int32)
-    peak_RP, total_RP = like.new_empty(2, rows, parts, dtype=torch.float32)
-    best_RC = like.new_empty(rows, width, dtype=torch.float32)
+    of_parts = logits_RV.new_empty(3, rows, parts, dtype=torch.float32).unbind()
+    best_RC = logits_RV.new_empty(rows, width, dtype=torch.float32)
     token_RC = torch.empty_like(best_RC, dtype=torch.int64)
-    normalizer_R = like.new_empty(rows, dtype=torch.float32)
-    of_parts = best_RPC, column_RPC, peak_RP, total_RP
-    given = logits_RV, *of_parts, columns, logits_RV.stride(0), excluded
-    launch("best_of_parts", (rows, parts), *given, WIDTH=width, BLOCK=SEARCH_BLOCK, num_warps=1)
-    blocks = {"PARTS": power_of_two(parts), "BLOCK": power_of_two(parts * width)}
-    results = best_RC, token_RC, normalizer_R
-    launch("best_of_rows", (rows,), *of_parts, *results, parts, WIDTH=width, **blocks)
+    normalizer_R = logits_RV.new_empty(rows, dtype=torch.float32)
+    numbers, block = (columns, stride, excluded), {"BLOCK": SEARCH_BLOCK}
+    launch("best_of_parts", (rows, parts), logits_RV, *of_parts, *numbers, **block, num_warps=1)
+    results, chosen = (best_RC, token_RC, normalizer_R), power_of_two(min(width, parts))
+    sizes = {"WIDTH": width, "PARTS": power_of_two(parts), "CHOSEN": chosen, **block}
+    given = logits_RV, *of_parts, *results, parts, *numbers
+    launch("best_of_rows", (rows,), *given, **sizes, num_warps=max(chosen // 2, 1))
     return best_RC, token_RC, normalizer_R
 
 

@@ -18,6 +18,8 @@ import triton.language as tl
 LARGEST = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Start of a maximum: finite, as the difference of two infinities is not a number."""
+NOTHING = tl.constexpr(float("-inf"))
+"""Logit of a column that there is not."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -444,56 +446,65 @@ def attention_backward_keys(
 
 @triton.jit(do_not_specialize=["columns", "excluded"])
 def best_of_parts(
-    logits, best_RPC, column_RPC, peak_RP, total_RP, columns, stride, excluded,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    logits, best_RP, peak_RP, total_RP, columns, stride, excluded, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the best logits of a part of a row, their columns, and what the normalizer needs.
+    """Write the best logit of a part of a row, and what the normalizer needs.
 
-    Of equal logits, the first is the better one. ``excluded`` is a column that is never among them.
+    ``excluded`` is a column that only the normalizer counts.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lowest = float("-inf")
-    # What lies between the columns and the next row is read, too, as aligned accesses are wide.
-    x = tl.load(logits + row * stride + column, mask=column < stride, other=lowest).to(tl.float32)
-    x = tl.where(column < columns, x, lowest)
+    x = logits_of(logits + row * stride, column, columns, stride)
     peak = tl.max(x, 0)
     part = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(peak_RP + part, peak)
-    tl.store(total_RP + part, tl.sum(tl.exp(x - tl.where(peak == lowest, 0.0, peak)), 0))
-    x = tl.where(column == excluded, lowest, x)
-    for c in tl.static_range(WIDTH):
-        best = tl.max(x, 0)
-        place = tl.min(tl.where(x == best, column, columns - 1), 0)
-        tl.store(best_RPC + part * WIDTH + c, best)
-        tl.store(column_RPC + part * WIDTH + c, place)
-        x = tl.where(column == place, lowest, x)
+    tl.store(total_RP + part, tl.sum(tl.exp(x - tl.where(peak == NOTHING, 0.0, peak)), 0))
+    tl.store(best_RP + part, tl.max(tl.where(column == excluded, NOTHING, x), 0))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
+def logits_of(row, column, columns, stride):
+    """Return the logits of some columns of a row, in float32; -inf behind the last one."""
+    # What lies between the columns and the next row is read, too, as aligned accesses are wide.
+    x = tl.load(row + column, mask=column < stride, other=NOTHING).to(tl.float32)
+    return tl.where(column < columns, x, NOTHING)
+
+
+@triton.jit(do_not_specialize=["parts", "columns", "excluded"])
 def best_of_rows(
-    best_RPC, column_RPC, peak_RP, total_RP, best_RC, column_RC, normalizer_R, parts,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, best_RP, peak_RP, total_RP, best_RC, column_RC, normalizer_R,
+    parts, columns, stride, excluded,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the best logits of a row, their columns, and log Σ e^x, out of its parts."""
+    """Write the best logits of a row, their columns, and log Σ e^x.
+
+    The ``WIDTH`` best are in as many parts with the best maxima. Of equal logits, and of parts with
+    equal maxima, the first is the better one.
+    """
     row = tl.program_id(0).to(tl.int64)
-    lowest = float("-inf")
-    p = tl.arange(0, PARTS)
-    peak = tl.load(peak_RP + row * parts + p, mask=p < parts, other=lowest)
+    p, i = tl.arange(0, PARTS), tl.arange(0, CHOSEN)
+    peak = tl.load(peak_RP + row * parts + p, mask=p < parts, other=NOTHING)
     total = tl.load(total_RP + row * parts + p, mask=p < parts, other=0.0)
     top = tl.max(peak, 0)
     total = tl.sum(tl.where(p < parts, total * tl.exp(peak - top), 0.0), 0)
     tl.store(normalizer_R + row, top + tl.log(total))
-    i = tl.arange(0, BLOCK)
-    is_there = i < parts * WIDTH
-    x = tl.load(best_RPC + row * parts * WIDTH + i, mask=is_there, other=lowest)
-    column = tl.load(column_RPC + row * parts * WIDTH + i, mask=is_there, other=0)
+    best_P = tl.load(best_RP + row * parts + p, mask=p < parts, other=NOTHING)
+    is_left, chosen = p < parts, tl.full([CHOSEN], PARTS, tl.int32)
     for c in tl.static_range(WIDTH):
-        best = tl.max(x, 0)
-        place = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
+        best = tl.max(tl.where(is_left, best_P, NOTHING), 0)
+        place = tl.min(tl.where(is_left & (best_P == best), p, PARTS), 0)
+        chosen = tl.where(i == c, place, chosen)
+        is_left = is_left & (p != place)
+    # A part that there is not lies behind the last column.
+    column = chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = logits_of(logits + row * stride, column, columns, stride)
+    x = tl.where(column == excluded, NOTHING, x)
+    for c in tl.static_range(WIDTH):
+        best = tl.max(tl.max(x, 1), 0)
+        place = tl.min(tl.min(tl.where(x == best, column, columns - 1), 1), 0)
         tl.store(best_RC + row * WIDTH + c, best)
-        tl.store(column_RC + row * WIDTH + c, tl.sum(tl.where(i == place, column, 0), 0))
-        x = tl.where(i == place, lowest, x)
+        tl.store(column_RC + row * WIDTH + c, place)
+        x = tl.where(column == place, NOTHING, x)
 
 
 @triton.jit(do_not_specialize=["b_stride", "j_stride"])

@@ -390,12 +390,16 @@ def test_packed_attention_equals_attention_of_each_sentence(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "width"), [(1024, 4), (1025, 10), (3000, 7), (9, 8)])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(1024, 4), (1025, 10), (3000, 7), (9, 8), (6000, 3), (9001, 32)]
+)
 def test_the_best_tokens_of_a_row_and_its_normalizer_equal_those_of_a_sort(
     columns: int, width: int, dtype: torch.dtype
 ) -> None:
     logits_RV = torch.randn(5, columns, dtype=dtype) * 4  # in bfloat16, some are equal
     logits_RV[1, ::3] = -torch.inf
+    logits_RV[2, 9:] = -torch.inf  # fewer parts than tokens have any
+    logits_RV[3].round_()  # equal ones in many parts
     excluded = int(logits_RV[0].argmax())
     best_RC, token_RC, normalizer_R = fused_best_tokens(logits_RV, width, excluded=excluded)
     torch.testing.assert_close(normalizer_R, logits_RV.float().logsumexp(1))
