@@ -28,11 +28,13 @@ from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.kernels.attention import (
     RowEntries,
+    SeenEntries,
     attend,
     attend_entries,
     attend_step,
     attention_mask,
     can_attend_step,
+    list_seen,
 )
 from pipeline.kernels.cpu import can_loop
 from pipeline.kernels.pointwise import JointParameters
@@ -301,8 +303,9 @@ class GridKeys:
         self.made += rows
         like = self.pasts[0].key_BHSK
         self.is_fused = can_attend_step(like, rows=rows)
-        if self.is_fused:
-            return  # the kernel reads the conditions themselves
+        if self.is_fused:  # the kernel reads the conditions themselves
+            self.seen = list_seen(self.own_past_BJP, self.made)
+            return
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
             None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
@@ -331,8 +334,8 @@ class _Entries:
     key_BHSK: Tensor
     value_BHSK: Tensor
     is_past: bool
-    new: tuple[Tensor, Tensor, Tensor] | None = None
-    """Number of entries, and keys and values that :meth:`attend` writes to the last entries."""
+    new: tuple[SeenEntries, Tensor, Tensor] | None = None
+    """Entries that are seen, and keys and values that :meth:`attend` writes to the last ones."""
 
     def blank(self, keys: GridKeys, batch: int, entries: int) -> "_Entries":
         """Return an empty grid for so many entries."""
@@ -343,7 +346,7 @@ class _Entries:
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
         if self.keys.is_fused:
             # The kernel of attention writes them, which saves two launches per layer.
-            self.new = self.keys.made, key_RD, value_RD
+            self.new = self.keys.seen, key_RD, value_RD
             return
         new_J = self.keys.new_J
         self.key_BHSK.index_copy_(2, new_J, self._heads(key_RD))

@@ -37,6 +37,8 @@ MAX_HEAD_WIDTH = 128
 width; beyond 192, some have none."""
 STEP_ENTRIES, STEP_ROWS = 64, 16
 """Cached entries that a program of :func:`attend_step` reads at a time, and most rows of one."""
+LISTED_ENTRIES = 1024
+"""Entries that a program of :func:`list_seen` reads at a time."""
 FUSED_MEAN_LENGTH = 128
 """Mean number of keys per sentence up to which 16-bit attention without gradients uses the fused
 kernel: the longest sentences for which it was compared with flash attention, and faster."""
@@ -330,12 +332,33 @@ def can_attend_step(key_BHSK: Tensor, *, rows: int) -> bool:
     return fits and is_fused(key_BHSK)
 
 
+class SeenEntries(NamedTuple):
+    """The entries that any row of a sentence attends to, which are few of those of old beams."""
+
+    made: Tensor
+    """Number of entries so far, on the device."""
+    entry_BS: Tensor
+    """Entries that are seen, in order."""
+    number_B: Tensor
+    """Number of these entries."""
+
+
+def list_seen(is_seen_BJS: Tensor, made: Tensor) -> SeenEntries:
+    """List the entries, of the first ``made``, that any row of a sentence sees, by one kernel."""
+    sentences, rows, entries = is_seen_BJS.shape
+    entry_BS = torch.empty(sentences, entries, dtype=torch.int32, device=made.device)
+    found = SeenEntries(made, entry_BS, entry_BS.new_empty(sentences))
+    given = is_seen_BJS, *found, entries, is_seen_BJS.stride(0), is_seen_BJS.stride(1)
+    launch("list_seen", (sentences,), *given, ROWS=rows, BLOCK=LISTED_ENTRIES, num_warps=4)
+    return found
+
+
 def attend_step(
     query_RD: Tensor,
     key_BHSK: Tensor,
     value_BHSK: Tensor,
     is_seen_BJS: Tensor,
-    new: tuple[Tensor, Tensor, Tensor] | None,
+    new: tuple[SeenEntries, Tensor, Tensor] | None,
 ) -> Tensor:
     """Return the context (R, D) of the rows of sentences over cached entries, by a fused kernel.
 
@@ -344,18 +367,18 @@ def attend_step(
         key_BHSK: cached keys.
         value_BHSK: cached values.
         is_seen_BJS: whether a row attends to an entry, (B, J, S), or (B, 1, S) for all rows.
-        new: number of entries so far, on the device, and keys and values (R, D) to write to the
-            last J of them; None: nothing is written, and all entries count.
+        new: the entries to read, and keys and values (R, D) to write to the last J that are made;
+            None: nothing is written, and all entries are read.
     """
     sentences, heads, entries, width = key_BHSK.shape
     rows, context_RD = len(query_RD) // sentences, query_RD.new_empty(query_RD.shape)
-    made, key_RD, value_RD = (None, None, None) if new is None else new
+    seen, key_RD, value_RD = ([None] * 3, None, None) if new is None else new
     own_stride = 0 if is_seen_BJS.shape[1] == 1 else is_seen_BJS.stride(1)
     strides = [0 if x is None else x.stride(0) for x in (query_RD, key_RD, value_RD)]
     launch(
         "attend_step",
         (sentences, heads),
-        *(query_RD, key_RD, value_RD, key_BHSK, value_BHSK, is_seen_BJS, made, context_RD),
+        *(query_RD, key_RD, value_RD, key_BHSK, value_BHSK, is_seen_BJS, *seen, context_RD),
         *(entries, *strides, is_seen_BJS.stride(0), own_stride, width**-0.5),
         **{"ROWS": rows, "HEADS": heads, "K": width},
         **{"BJ": max(power_of_two(rows), 16), "BK": max(power_of_two(width), 16)},

@@ -507,17 +507,38 @@ def best_of_rows(
         x = tl.where(column == place, NOTHING, x)
 
 
+@triton.jit(do_not_specialize=["entries", "b_stride", "j_stride"])
+def list_seen(
+    is_seen_BJS, made, entry_BS, number_B, entries, b_stride, j_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the entries that any row of a sentence sees, in order, and their number."""
+    b = tl.program_id(0).to(tl.int64)
+    stop, number = tl.load(made).to(tl.int32), 0
+    for first in range(0, stop, BLOCK):
+        s = first + tl.arange(0, BLOCK)
+        is_seen = tl.zeros([BLOCK], tl.int32)
+        for j in tl.static_range(ROWS):
+            row = is_seen_BJS + b * b_stride + j * j_stride
+            is_seen |= (tl.load(row + s, mask=s < stop, other=0) != 0).to(tl.int32)
+        place = number + tl.cumsum(is_seen, 0) - 1
+        tl.store(entry_BS + b * entries + place, s, mask=is_seen != 0)
+        number += tl.sum(is_seen, 0)
+    tl.store(number_B + b, number)
+
+
 @triton.jit(do_not_specialize=["b_stride", "j_stride"])
 def attend_step(
-    query_RD, new_key_RD, new_value_RD, key_BHSK, value_BHSK, is_seen_BJS, made, context_RD,
+    query_RD, new_key_RD, new_value_RD, key_BHSK, value_BHSK, is_seen_BJS,
+    made, entry_BS, number_B, context_RD,
     entries, q_stride, k_stride, v_stride, b_stride, j_stride, scale,
     ROWS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Write the contexts of a sentence's rows for one head, over cached keys and values.
 
-    New keys and values, one of each row, are the last of ``made`` entries; they are stored first.
-    Without them, all entries of the grid are read.
+    New keys and values, one of each row, are the last of ``made`` entries; they are stored first,
+    and the entries of a list are read. Without them, all entries of the grid are.
     """
     sentence, head = tl.program_id(0), tl.program_id(1)
     j, k, s = tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BS)
@@ -528,25 +549,29 @@ def attend_step(
     grid = (sentence * HEADS + head).to(tl.int64) * entries * K
     stop = entries
     if new_key_RD is not None:
-        stop = tl.load(made).to(tl.int32)
-        new_place = grid + (stop - ROWS + j)[:, None] * K + k[None, :]
+        new_place = grid + (tl.load(made).to(tl.int32) - ROWS + j)[:, None] * K + k[None, :]
         new_key = tl.load(new_key_RD + row * k_stride + column, mask=is_row, other=0.0)
         new_value = tl.load(new_value_RD + row * v_stride + column, mask=is_row, other=0.0)
         tl.store(key_BHSK + new_place, new_key, mask=is_row)
         tl.store(value_BHSK + new_place, new_value, mask=is_row)
         tl.debug_barrier()  # threads read what others have stored
+        stop = tl.load(number_B + sentence)
     seen = is_seen_BJS + sentence.to(tl.int64) * b_stride + j[:, None] * j_stride
     peak = tl.full([BJ], LOWEST, tl.float32)
     total = tl.zeros([BJ], tl.float32)
     result = tl.zeros([BJ, BK], tl.float32)
     for first in range(0, stop, BS):
         exists = first + s < stop
-        place = grid + (first + s)[:, None] * K + k[None, :]
+        entry = first + s
+        if new_key_RD is not None:
+            listed = entry_BS + sentence.to(tl.int64) * entries
+            entry = tl.load(listed + entry, mask=exists, other=0)
+        place = grid + entry[:, None] * K + k[None, :]
         mask = exists[:, None] & (k < K)[None, :]
         key = tl.load(key_BHSK + place, mask=mask, other=0.0)
         value = tl.load(value_BHSK + place, mask=mask, other=0.0)
         is_there = (j < ROWS)[:, None] & exists[None, :]
-        is_seen = tl.load(seen + (first + s)[None, :], mask=is_there, other=0) != 0
+        is_seen = tl.load(seen + entry[None, :], mask=is_there, other=0) != 0
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         score = tl.where(is_seen, score, LOWEST)
         higher = tl.maximum(peak, tl.max(score, 1))

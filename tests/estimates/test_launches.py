@@ -249,7 +249,7 @@ def test_a_step_of_a_search_launches_few_operators_beside_its_layers() -> None:
         few, many = launches(2), launches(6)
     # Six products, two attentions, and three norms with the sums before them.
     assert many - few == 4 * 11
-    assert few - 2 * 11 <= 66
+    assert few - 2 * 11 <= 67
 
 
 def test_products_are_counted_as_their_shapes_say() -> None:

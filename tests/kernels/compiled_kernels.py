@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from pipeline.batching.batch import Shares
 from pipeline.kernels import launching
-from pipeline.kernels.attention import Spans, attend_packed, attend_step, sliced
+from pipeline.kernels.attention import Spans, attend_packed, attend_step, list_seen, sliced
 from pipeline.kernels.expert_products import ExpertWeights, grouped_products
 from pipeline.kernels.logits import fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
@@ -88,9 +88,9 @@ def run_everything() -> None:
     for heads in (8, 16):
         cache_BHSK = states(32, heads, 80, WIDTH // heads).detach()
         query, *new = states(160, 3 * WIDTH).detach().chunk(3, 1)
-        made = torch.empty((), dtype=torch.int64, device=META)
-        for made_and_new in ((made, new[0], new[1]), None):
-            attend_step(query, cache_BHSK, cache_BHSK, seen_BJS, made_and_new)
+        seen = list_seen(seen_BJS, torch.empty((), dtype=torch.int64, device=META))
+        for seen_and_new in ((seen, new[0], new[1]), None):
+            attend_step(query, cache_BHSK, cache_BHSK, seen_BJS, seen_and_new)
     run_experts(None)
     numbers_M = torch.empty(8, dtype=torch.int64, device=META)
     run_experts(Shares((ROWS // 8,) * 8, numbers_M, torch.empty(8, device=META)))

@@ -34,6 +34,7 @@ from pipeline.kernels.attention import (
     attend_step,
     can_attend_packed,
     can_attend_step,
+    list_seen,
     sliced,
 )
 from pipeline.kernels.cpu import sparing_loops
@@ -456,8 +457,13 @@ def test_a_step_of_attention_equals_attention_over_the_entries_that_a_row_sees(
     keys[:, :, made - rows : made], values[:, :, made - rows : made] = (
         in_heads(x) for x in (key_RD, value_RD)
     )
+    is_seen_BJS[1, :, 5:40] = is_seen_BJS[2, :, : made - rows] = False  # as of beams that ended
+    seen = list_seen(is_seen_BJS, torch.tensor(made))
+    for sentence, number in enumerate(seen.number_B.tolist()):
+        (expected_S,) = is_seen_BJS[sentence].any(0).nonzero(as_tuple=True)
+        assert seen.entry_BS[sentence, :number].tolist() == expected_S.tolist()
     for new, mask_BJS, own, its in (
-        ((torch.tensor(made), key_RD, value_RD), is_seen_BJS, keys, values),
+        ((seen, key_RD, value_RD), is_seen_BJS, keys, values),
         (None, is_seen_BJS[:, :1] | (torch.arange(entries) == 3), keys, values),
     ):
         found_RD = attend_step(query_RD, key_BHSK, value_BHSK, mask_BJS, new)
