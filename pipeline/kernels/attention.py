@@ -333,7 +333,7 @@ def can_attend_step(key_BHSK: Tensor, *, rows: int) -> bool:
 
 
 class SeenEntries(NamedTuple):
-    """The entries that any row of a sentence attends to, which are few of those of old beams."""
+    """The entries that any row of a sentence attends to; most entries of old steps are unseen."""
 
     made: Tensor
     """Number of entries so far, on the device."""
