@@ -237,7 +237,7 @@ def _bias_gradients(dy_RW: Tensor, y_RW: Tensor | None, slices: RowSlices) -> Te
         *(dy_RW, y_RW, slices.bound_E, sum_EW),
         WIDTH=width,
         RELU=y_RW is not None,
-        ROWS=128,
+        ROWS=64,
         BLOCK=columns,
         num_warps=8,
     )

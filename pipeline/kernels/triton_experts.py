@@ -320,7 +320,7 @@ def expert_bias_gradients(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(bound_E + expert).to(tl.int64)
     last = tl.load(bound_E + expert + 1).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)  # a sum over rows in each turn would wait for warps
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & (column < WIDTH)[None, :]
@@ -330,9 +330,9 @@ def expert_bias_gradients(
             result = tl.load(y_RW + place, mask=mask, other=0.0)
             gradient = tl.where(result <= 0, 0.0, gradient)
             tl.store(d_y_RW + place, gradient, mask=mask)
-        total += tl.sum(gradient.to(tl.float32), 0)
+        total += gradient.to(tl.float32)
     at = sum_EW + expert.to(tl.int64) * WIDTH + column
-    tl.store(at, total.to(sum_EW.dtype.element_ty), mask=column < WIDTH)
+    tl.store(at, tl.sum(total, 0).to(sum_EW.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
