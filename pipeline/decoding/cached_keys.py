@@ -28,7 +28,6 @@ from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.kernels.attention import (
     RowEntries,
-    SeenEntries,
     attend,
     attend_entries,
     attend_step,
@@ -235,6 +234,7 @@ class GridKeys:
         batch, width = packing.batch, memory_ND.shape[1]
         self.own_past_BJP = memory_ND.new_zeros(batch, 1, 0, dtype=torch.bool)
         self.source_BS, self.is_full = packing.mask_BT, packing.is_full
+        self.source_length_B = packing.bound_B.diff()
         self.made = torch.zeros((), dtype=torch.int64, device=memory_ND.device)
         """Number of entries, on the device: a step writes behind them."""
         self.is_fused = False
@@ -269,6 +269,7 @@ class GridKeys:
         new, (_, rows, _) = copy(self), self.own_past_BJP.shape
         new.own_past_BJP = self.own_past_BJP.new_zeros(batch, rows, rows * positions)
         new.source_BS, new.is_full = self.source_BS.new_zeros(batch, positions), False
+        new.source_length_B = self.source_length_B.new_zeros(batch)
         new.made = torch.zeros_like(self.made)
         new._number_rows(rows)
         new._use(
@@ -281,7 +282,7 @@ class GridKeys:
         """Return all tensors of a step: one number, and others with B as the first dimension."""
         kept = [*self.pasts, *self.sources]
         entries = [x_BHSK for one in kept for x_BHSK in (one.key_BHSK, one.value_BHSK)]
-        return [self.made, self.own_past_BJP, self.source_BS, *entries]
+        return [self.made, self.own_past_BJP, self.source_BS, self.source_length_B, *entries]
 
     def make_room(self) -> None:
         """Make room for one more entry per row: at first for 16, then for twice as many."""
@@ -323,6 +324,7 @@ class GridKeys:
         for one in (*self.pasts, *self.sources):
             one.key_BHSK, one.value_BHSK = one.key_BHSK[keep_B], one.value_BHSK[keep_B]
         self.source_BS = self.source_BS[keep_B]
+        self.source_length_B = self.source_length_B[keep_B]
 
 
 @dataclass
@@ -334,8 +336,8 @@ class _Entries:
     key_BHSK: Tensor
     value_BHSK: Tensor
     is_past: bool
-    new: tuple[SeenEntries, Tensor, Tensor] | None = None
-    """Entries that are seen, and keys and values that :meth:`attend` writes to the last ones."""
+    new: tuple[Tensor, Tensor] | None = None
+    """Keys and values that :meth:`attend` writes to the last entries."""
 
     def blank(self, keys: GridKeys, batch: int, entries: int) -> "_Entries":
         """Return an empty grid for so many entries."""
@@ -346,7 +348,7 @@ class _Entries:
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
         if self.keys.is_fused:
             # The kernel of attention writes them, which saves two launches per layer.
-            self.new = self.keys.seen, key_RD, value_RD
+            self.new = key_RD, value_RD
             return
         new_J = self.keys.new_J
         self.key_BHSK.index_copy_(2, new_J, self._heads(key_RD))
@@ -356,9 +358,9 @@ class _Entries:
         """Attend with the rows of a sentence as positions of one query."""
         keys = self.keys
         if keys.is_fused:
-            is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
+            seen = keys.seen if self.is_past else keys.source_length_B
             new, self.new = self.new, None
-            return attend_step(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS, new)
+            return attend_step(query_RD, self.key_BHSK, self.value_BHSK, seen, new)
         mask = keys.past_mask if self.is_past else keys.source_mask
         context_BHJK = attend(self._heads(query_RD), self.key_BHSK, self.value_BHSK, mask=mask)
         return context_BHJK.transpose(1, 2).reshape(query_RD.shape)

@@ -333,12 +333,14 @@ def can_attend_step(key_BHSK: Tensor, *, rows: int) -> bool:
 
 
 class SeenEntries(NamedTuple):
-    """The entries that any row of a sentence attends to; most entries of old steps are unseen."""
+    """The entries of a past that rows attend to; most entries of old steps are unseen."""
 
+    is_seen_BJS: Tensor
+    """Whether a row attends to an entry."""
     made: Tensor
     """Number of entries so far, on the device."""
     entry_BS: Tensor
-    """Entries that are seen, in order."""
+    """Entries that any row of a sentence sees, in order."""
     number_B: Tensor
     """Number of these entries."""
 
@@ -347,9 +349,10 @@ def list_seen(is_seen_BJS: Tensor, made: Tensor) -> SeenEntries:
     """List the entries, of the first ``made``, that any row of a sentence sees, by one kernel."""
     sentences, rows, entries = is_seen_BJS.shape
     entry_BS = torch.empty(sentences, entries, dtype=torch.int32, device=made.device)
-    found = SeenEntries(made, entry_BS, entry_BS.new_empty(sentences))
-    given = is_seen_BJS, *found, entries, is_seen_BJS.stride(0), is_seen_BJS.stride(1)
-    launch("list_seen", (sentences,), *given, ROWS=rows, BLOCK=LISTED_ENTRIES, num_warps=4)
+    found = SeenEntries(is_seen_BJS, made, entry_BS, entry_BS.new_empty(sentences))
+    strides = is_seen_BJS.stride()[:2]
+    options = {"ROWS": rows, "BLOCK": LISTED_ENTRIES, "num_warps": 4}
+    launch("list_seen", (sentences,), *found, entries, *strides, **options)
     return found
 
 
@@ -357,8 +360,8 @@ def attend_step(
     query_RD: Tensor,
     key_BHSK: Tensor,
     value_BHSK: Tensor,
-    is_seen_BJS: Tensor,
-    new: tuple[SeenEntries, Tensor, Tensor] | None,
+    seen: SeenEntries | Tensor,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the context (R, D) of the rows of sentences over cached entries, by a fused kernel.
 
@@ -366,20 +369,24 @@ def attend_step(
         query_RD: queries, J rows for each of B sentences.
         key_BHSK: cached keys.
         value_BHSK: cached values.
-        is_seen_BJS: whether a row attends to an entry, (B, J, S), or (B, 1, S) for all rows.
-        new: the entries to read, and keys and values (R, D) to write to the last J that are made;
-            None: nothing is written, and all entries are read.
+        seen: the entries that rows attend to, or the number of them for each sentence, (B,), where
+            all rows attend to the first ones.
+        new: keys and values (R, D) to write to the last J entries that are made.
     """
     sentences, heads, entries, width = key_BHSK.shape
     rows, context_RD = len(query_RD) // sentences, query_RD.new_empty(query_RD.shape)
-    seen, key_RD, value_RD = ([None] * 3, None, None) if new is None else new
-    own_stride = 0 if is_seen_BJS.shape[1] == 1 else is_seen_BJS.stride(1)
-    strides = [0 if x is None else x.stride(0) for x in (query_RD, key_RD, value_RD)]
+    is_seen_BJS, made, listed_BS, number_B = (
+        seen if isinstance(seen, SeenEntries) else (None, None, None, seen)
+    )
+    key_RD, value_RD = new or (None, None)
+    strides = [0 if x is None else x.stride(0) for x in (query_RD, key_RD, value_RD, is_seen_BJS)]
+    own_stride = 0 if is_seen_BJS is None else is_seen_BJS.stride(1)
     launch(
         "attend_step",
         (sentences, heads),
-        *(query_RD, key_RD, value_RD, key_BHSK, value_BHSK, is_seen_BJS, *seen, context_RD),
-        *(entries, *strides, is_seen_BJS.stride(0), own_stride, width**-0.5),
+        *(query_RD, key_RD, value_RD, key_BHSK, value_BHSK),
+        *(is_seen_BJS, made, listed_BS, number_B, context_RD),
+        *(entries, *strides, own_stride, width**-0.5),
         **{"ROWS": rows, "HEADS": heads, "K": width},
         **{"BJ": max(power_of_two(rows), 16), "BK": max(power_of_two(width), 16)},
         **{"BS": STEP_ENTRIES, "num_warps": 4, "num_stages": 2},

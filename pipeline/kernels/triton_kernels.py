@@ -537,8 +537,8 @@ def attend_step(
 ):  # fmt: skip
     """Write the contexts of a sentence's rows for one head, over cached keys and values.
 
-    New keys and values, one of each row, are the last of ``made`` entries; they are stored first,
-    and the entries of a list are read. Without them, all entries of the grid are.
+    New keys and values, one of each row, are the last of ``made`` entries; they are stored first.
+    A sentence's entries are the first ``number_B``, of a list if there is one.
     """
     sentence, head = tl.program_id(0), tl.program_id(1)
     j, k, s = tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BS)
@@ -547,7 +547,6 @@ def attend_step(
     column = head * K + k[None, :]
     query = tl.load(query_RD + row * q_stride + column, mask=is_row, other=0.0)
     grid = (sentence * HEADS + head).to(tl.int64) * entries * K
-    stop = entries
     if new_key_RD is not None:
         new_place = grid + (tl.load(made).to(tl.int32) - ROWS + j)[:, None] * K + k[None, :]
         new_key = tl.load(new_key_RD + row * k_stride + column, mask=is_row, other=0.0)
@@ -555,23 +554,24 @@ def attend_step(
         tl.store(key_BHSK + new_place, new_key, mask=is_row)
         tl.store(value_BHSK + new_place, new_value, mask=is_row)
         tl.debug_barrier()  # threads read what others have stored
-        stop = tl.load(number_B + sentence)
-    seen = is_seen_BJS + sentence.to(tl.int64) * b_stride + j[:, None] * j_stride
+    stop = tl.load(number_B + sentence)
     peak = tl.full([BJ], LOWEST, tl.float32)
     total = tl.zeros([BJ], tl.float32)
     result = tl.zeros([BJ, BK], tl.float32)
     for first in range(0, stop, BS):
         exists = first + s < stop
         entry = first + s
-        if new_key_RD is not None:
+        if entry_BS is not None:
             listed = entry_BS + sentence.to(tl.int64) * entries
             entry = tl.load(listed + entry, mask=exists, other=0)
         place = grid + entry[:, None] * K + k[None, :]
         mask = exists[:, None] & (k < K)[None, :]
         key = tl.load(key_BHSK + place, mask=mask, other=0.0)
         value = tl.load(value_BHSK + place, mask=mask, other=0.0)
-        is_there = (j < ROWS)[:, None] & exists[None, :]
-        is_seen = tl.load(seen + entry[None, :], mask=is_there, other=0) != 0
+        is_seen = (j < ROWS)[:, None] & exists[None, :]
+        if is_seen_BJS is not None:
+            seen = is_seen_BJS + sentence.to(tl.int64) * b_stride + j[:, None] * j_stride
+            is_seen = tl.load(seen + entry[None, :], mask=is_seen, other=0) != 0
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         score = tl.where(is_seen, score, LOWEST)
         higher = tl.maximum(peak, tl.max(score, 1))

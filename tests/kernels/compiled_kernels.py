@@ -89,8 +89,8 @@ def run_everything() -> None:
         cache_BHSK = states(32, heads, 80, WIDTH // heads).detach()
         query, *new = states(160, 3 * WIDTH).detach().chunk(3, 1)
         seen = list_seen(seen_BJS, torch.empty((), dtype=torch.int64, device=META))
-        for seen_and_new in ((seen, new[0], new[1]), None):
-            attend_step(query, cache_BHSK, cache_BHSK, seen_BJS, seen_and_new)
+        attend_step(query, cache_BHSK, cache_BHSK, seen, (new[0], new[1]))
+        attend_step(query, cache_BHSK, cache_BHSK, seen.number_B)
     run_experts(None)
     numbers_M = torch.empty(8, dtype=torch.int64, device=META)
     run_experts(Shares((ROWS // 8,) * 8, numbers_M, torch.empty(8, device=META)))

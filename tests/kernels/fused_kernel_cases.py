@@ -462,14 +462,15 @@ def test_a_step_of_attention_equals_attention_over_the_entries_that_a_row_sees(
     for sentence, number in enumerate(seen.number_B.tolist()):
         (expected_S,) = is_seen_BJS[sentence].any(0).nonzero(as_tuple=True)
         assert seen.entry_BS[sentence, :number].tolist() == expected_S.tolist()
-    for new, mask_BJS, own, its in (
-        ((seen, key_RD, value_RD), is_seen_BJS, keys, values),
-        (None, is_seen_BJS[:, :1] | (torch.arange(entries) == 3), keys, values),
+    number_B = torch.tensor([entries, 1, 64], dtype=torch.int32)
+    first_BJS = (torch.arange(entries) < number_B[:, None])[:, None]
+    for read, new, mask_BJS in (
+        (seen, (key_RD, value_RD), is_seen_BJS),
+        (number_B, None, first_BJS),
     ):
-        found_RD = attend_step(query_RD, key_BHSK, value_BHSK, mask_BJS, new)
-        query_BHJK, own, its = in_heads(query_RD).double(), own.double(), its.double()
+        found_RD = attend_step(query_RD, key_BHSK, value_BHSK, read, new)
         expected_BHJK = F.scaled_dot_product_attention(
-            query_BHJK, own, its, attn_mask=mask_BJS[:, None]
+            in_heads(query_RD).double(), keys.double(), values.double(), attn_mask=mask_BJS[:, None]
         )
         expected_RD = expected_BHJK.transpose(1, 2).reshape(query_RD.shape)
         assert_close(found_RD, expected_RD.to(dtype), tolerance=TOLERANCE[dtype])
