@@ -332,8 +332,8 @@ def distributed_world(
 
     It uses gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors. A collective that waits for
     longer than ``timeout_seconds`` raises an error. At the end all ranks wait for each other unless
-    something failed; the group is destroyed in any case. A process that had a group must end by
-    ``leave``.
+    something failed, and destroy the group; after a failure, NCCL's ends with the process only. A
+    process that had a group must end by ``leave``.
 
     With ``stacks_dir``, a watchdog ends all ranks when none has advanced for ``silence_seconds``,
     and writes their stacks there.
@@ -365,13 +365,17 @@ def distributed_world(
         except torch.distributed.DistNetworkError as error:
             refuse_taken_port(error, world)
             raise
+        are_together = world.size == 1
         try:
             take_device(world.local_rank)
             with meetings(world.master_address, watch=watch):
                 yield world
                 wait_for_all()
+            are_together = True
         finally:
-            torch.distributed.destroy_process_group()
+            # NCCL would wait for the ranks that this one leaves, and the error would be lost.
+            if are_together or not torch.cuda.is_available():
+                torch.distributed.destroy_process_group()
 
 
 def refuse_taken_port(error: Exception, world: World) -> None:
