@@ -259,6 +259,8 @@ def test_products_without_groups_wait_for_numbers_of_rows_once_even_if_they_are_
         ("Tesla V100-SXM2-32GB", {"fp16": {"enabled": True}}, None),
         ("NVIDIA A100-PCIE-80GB", {}, None),
         ("NVIDIA H100 NVL", {}, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", {"bf16": {"enabled": True}}, None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", {}, None),
         ("NVIDIA GH200 480GB", {}, None),
     ],
 )
