@@ -430,19 +430,23 @@ class Engine:
         advance()
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
+    def make_moments(self) -> None:
+        """Make the moments of the optimizer that are not there, as the first update would."""
+        for flat in self._zero.single_partition_of_fp32_groups:
+            if not (held := self._zero.optimizer.state[flat]):
+                held["step"] = torch.zeros((), device=flat.device)
+                held["exp_avg"], held["exp_avg_sq"] = _zeros(flat), _zeros(flat)
+
     def rehearse(self, batch: AnyBatch) -> None:
         """Run forward and backward without an update: too large a batch fails here, at the start.
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced. The next update
-        replaces sums. The moments of the optimizer take their memory here, before the pass.
+        replaces sums. The moments of the optimizer take their memory before the pass.
 
         Raises:
             ConfigError: the loss does not depend on the model.
         """
-        for flat in self._zero.single_partition_of_fp32_groups:
-            if not (held := self._zero.optimizer.state[flat]):  # else made by the first update
-                held["step"] = torch.zeros((), device=flat.device)
-                held["exp_avg"], held["exp_avg_sq"] = _zeros(flat), _zeros(flat)
+        self.make_moments()
         self.model.train()
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
         found = torch.autograd.grad(terms.objective, trainable(self.model), allow_unused=True)

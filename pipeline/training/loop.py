@@ -14,8 +14,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -64,16 +64,23 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
         )
     task.data.check(max_positions=model.spec.model.max_positions)
     optimizer = partial(make_optimizer, config=recipe.optimizer)
-    try:
+    with _in_memory(call):
         engine = Engine(
             model, recipe, world=world, ds_config=call.ds_config, make_optimizer=optimizer
         )
+    TrainingRun(call, engine, task, world=world).run()
+
+
+@contextmanager
+def _in_memory(call: StageCall) -> Iterator[None]:
+    """Raise ConfigError if a GPU has too little memory for what the block keeps there."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{call.out_dir}: a GPU has too little memory for the weights and the optimizer's "
             "state. Use more processes, or the ds_config zero2_bf16_offload."
         ) from error
-    TrainingRun(call, engine, task, world=world).run()
 
 
 class TrainingRun:
@@ -114,7 +121,9 @@ class TrainingRun:
         # cuDNN may otherwise add up the gradients of byte front ends in no fixed order.
         torch.backends.cudnn.deterministic = True
         with self.run_directory.locked(), self.profiling:
-            self._resume()
+            with _in_memory(self.call):
+                self._resume()
+                self.engine.make_moments()  # a state has brought them
             try:
                 self._rehearse()
                 self._train()
