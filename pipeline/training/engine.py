@@ -272,7 +272,7 @@ class Engine:
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
         _check_monitors(config)
-        self.ds_config: Mapping[str, Any] = config
+        self.ds_config = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
         self._turns = passes_per_update(recipe, ranks=world.size)
@@ -370,7 +370,7 @@ class Engine:
         """Let half as many micro-batches share a pass, before the first update."""
         self.per_pass = even_per_pass(self._turns, most=max(self.per_pass // 2, 1))
         self.accumulation = math.ceil(self._turns / self.per_pass)
-        self.ds_config = {**self.ds_config, "gradient_accumulation_steps": self.accumulation}
+        self.ds_config["gradient_accumulation_steps"] = self.accumulation
         self._engine.set_train_batch_size(self.world.size * self.accumulation)
         self._zero.gradient_accumulation_steps = self.accumulation
 

@@ -22,6 +22,7 @@ from support.tiny_training import (
     trainer,
 )
 
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
@@ -90,6 +91,10 @@ def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
     straight, ds_config = tmp_path / "straight", sharing_passes(tmp_path, after)
     assert train(straight, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     assert_same_runs(out_dir, straight)
+    found, expected = (
+        open_artifact(one, kind="checkpoint").manifest.statistics for one in (out_dir, straight)
+    )
+    assert found["deepspeed"] == expected["deepspeed"]
 
 
 @pytest.mark.parametrize(
