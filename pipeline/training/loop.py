@@ -258,9 +258,18 @@ class TrainingRun:
 
     def _validate_if_due(self) -> None:
         if self.validation.is_due(self.position):
-            found = self.validation.run(before_batch=self._stop_if_asked)
+            found = self._validated()
             self.metrics.write_validation(found.record(), self.position)
             self._keep_if_best(found)
+
+    def _validated(self) -> ValidationResult:
+        try:
+            return self.validation.run(before_batch=self._stop_if_asked)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{self.call.out_dir}: a GPU has too little memory for a micro-batch of "
+                "validation. Set batches.evaluation_tokens to less."
+            ) from error
 
     def _keep_if_best(self, found: ValidationResult) -> None:
         self.position, is_best = judge(self.position, found.perplexity)
@@ -293,7 +302,7 @@ class TrainingRun:
     def _take_mean(self) -> None:
         """Make the mean of the last states the result of the run, instead of the best weights."""
         self.averaged = self.resuming.load_mean(end=self.position.update)
-        self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
+        self.saving.save_mean(self.averaged, self._validated())
 
 
 def _freeze_objects() -> None:

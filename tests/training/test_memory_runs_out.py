@@ -103,7 +103,6 @@ def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
         ("rehearse", 1, ""),
         ("rehearse", 3, ""),
         ("train_step", 4, "micro_batches_per_pass in the ds_config to less than 4, "),
-        ("evaluate", 1, ""),
     ],
 )
 def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
@@ -116,6 +115,19 @@ def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
     assert ended == (
         f"{out_dir}: a GPU has too little memory for a pass of {micro_batches}. Set {fewer}"
         "training.recompute_layers to true or batches.tokens to less."
+    )
+
+
+@pytest.mark.parametrize("per_pass", [1, 4])
+def test_a_validation_without_the_memory_names_its_own_setting(
+    train: Train, tmp_path: Path, per_pass: int
+) -> None:
+    ds_config, out_dir = sharing_passes(tmp_path, per_pass), tmp_path / "model"
+    fault: dict[str, Any] = {"by": with_little_memory, "rank": 0, "most": 0, "method": "evaluate"}
+    [(ended, _, _)] = train(out_dir, ranks=1, ds_config=ds_config, **fault)
+    assert ended == (
+        f"{out_dir}: a GPU has too little memory for a micro-batch of validation. Set "
+        "batches.evaluation_tokens to less."
     )
 
 
