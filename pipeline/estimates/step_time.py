@@ -217,12 +217,10 @@ class _Forecast:
         expert_sizes = [expert_parallel_size(self.recipe, ranks=ranks)]
         if self.recipe.model.moe is not None:
             expert_sizes = expert_parallel_sizes(self.recipe, ranks=ranks)
+        given: dict[str, Any] = {"processes": ranks, **self.sizes}
         needed = {
             size: estimate(
-                at_size(self.recipe, size),
-                processes=ranks,
-                ds_config=self._on_device(ranks, size),
-                **self.sizes,
+                at_size(self.recipe, size), ds_config=self._on_device(ranks, size), **given
             ).device_bytes
             for size in expert_sizes
         }
