@@ -682,7 +682,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     # torch's C++ code reports every time-out, too; the lines below say what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Otherwise a thread of NCCL's group aborts a rank whose all-reduce takes too long, unsaid.
+    # Otherwise a thread of NCCL's group aborts the rank when an all-reduce takes too long.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     prepare_process()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others
