@@ -10,9 +10,10 @@ tiny sizes in this process, on a CPU too, and measures nothing. Sections for two
 there are two; they train on the demo's data.
 
 Only sections that train or compare with ``mmnmt estimate`` need DeepSpeed, and only those that
-compare with transformers or CTranslate2 need them. CTranslate2's wheel loads ``libcublas.so.12``. With PyTorch for CUDA 13, make
-a folder with links ``libcublas.so.12`` and ``libcublasLt.so.12`` to the libraries of version 13 in
-``site-packages/nvidia/cu13/lib``, and name the folder in ``LD_LIBRARY_PATH``.
+compare with transformers or CTranslate2 need them. CTranslate2's wheel loads ``libcublas.so.12``.
+With PyTorch for CUDA 13, make a folder with links ``libcublas.so.12`` and ``libcublasLt.so.12`` to
+the libraries of version 13 in ``site-packages/nvidia/cu13/lib``, and name the folder in
+``LD_LIBRARY_PATH``.
 """
 
 import argparse
