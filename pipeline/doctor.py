@@ -432,7 +432,8 @@ def find_facts(world: World) -> Facts:
     facts = Facts(node_name(), world.rank, world.local_rank, versions)
     if problem := interface_problem(os.environ.get("GLOO_SOCKET_IFNAME", "")):
         facts.problems.append(problem)
-    in_torch = torch.cuda.device_count()
+    # Without CUDA, torch counts the GPUs of a driver that is too old for it.
+    in_torch = torch.cuda.device_count() if torch.cuda.is_available() else 0
     problem = driver_problem(
         visible_gpus().count, in_torch, version=torch.__version__, cuda=torch.version.cuda
     )

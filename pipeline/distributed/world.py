@@ -454,14 +454,21 @@ def take_device(local_rank: int) -> None:
 
     Raises:
         ConfigError: on all ranks, if two of them would have one GPU, which NCCL refuses, or if
-            some have a GPU and others none.
+            some have a GPU and others none; on this one, if torch cannot use its GPU.
     """
     import torch
 
     device = local_device(local_rank)
     name = "the CPU"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:  # the driver counts GPUs that it is too old for
+            problem = str(error).split("\n")[0].rstrip(".")
+            raise ConfigError(
+                f"GPU {device.index} cannot be used ({problem}). Update its driver, install a "
+                "torch that suits it, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on CPU."
+            ) from error
         name = str(torch.cuda.get_device_properties(device).uuid)
     refuse_shared(gather_objects((socket.gethostname(), name, device.type)))
 
