@@ -432,7 +432,8 @@ def find_facts(world: World) -> Facts:
     facts = Facts(node_name(), world.rank, world.local_rank, versions)
     if problem := interface_problem(os.environ.get("GLOO_SOCKET_IFNAME", "")):
         facts.problems.append(problem)
-    in_torch = torch.cuda.device_count()
+    # Without CUDA, torch counts the GPUs of a driver that is too old for it.
+    in_torch = torch.cuda.device_count() if torch.cuda.is_available() else 0
     problem = driver_problem(
         visible_gpus().count, in_torch, version=torch.__version__, cuda=torch.version.cuda
     )
@@ -682,6 +683,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     # torch's C++ code reports every time-out, too; the lines below say what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # Otherwise a thread of NCCL's group aborts the rank when an all-reduce takes too long.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     prepare_process()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others
     folder = os.environ.get(REPORTS)

@@ -55,6 +55,30 @@ def test_every_section_has_cases_and_every_goal_can_be_read() -> None:
     assert all(row("", "", goal, float("nan")).holds is False for goal in goals)
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb", 312e12),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090", None),
+        ("Tesla T4", "tesla-t4", None),
+        ("NVIDIA H100 PCIe", "h100-pcie", None),
+    ],
+)
+def test_every_card_has_a_result_file_and_utilization_of_its_own(
+    name: str, file: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+    import gpu_steps
+
+    monkeypatch.setattr(gpu_steps, "card_name", lambda: name)
+    monkeypatch.setattr(gpu_steps, "operations", lambda *_: 1e12)
+    assert gpu.result_path().name == f"gpu-nvidia-{file}.json"
+    found: object = gpu_steps.utilization(None, [], 2.0)  # type: ignore[arg-type]
+    unknown = f"not measured: the peak of {name} is not known"
+    assert found == (unknown if peak is None else 0.5e12 / peak)
+
+
 def _absent(_asked: object) -> Iterator[tuple[str, Any]]:
     yield "search step / mmnmt estimate", 1.0
     raise ModuleNotFoundError("No module named 'ctranslate2'")

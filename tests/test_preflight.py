@@ -11,13 +11,16 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from support.forked import Started, started_code
 
-from pipeline.distributed.rounds import Rounds, merged
+from pipeline import doctor
+from pipeline.distributed.rounds import Judgment, Rounds, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.doctor import Facts, driver_problem, judge_facts
 from pipeline.errors import EXIT_USER_ERROR, RankLost
 from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, read_ends
+from pipeline.machine import Gpus
 
 PROGRAM = "import sys; from pipeline import doctor; {change}; sys.exit(doctor.main())"
 PATIENCE = 3.0
@@ -25,6 +28,38 @@ PATIENCE = 3.0
 
 def facts(rank: int, *, node: str, local_rank: int = 0, **versions: str) -> Facts:
     return Facts(node, rank, local_rank, {"torch": "2.13.0", "mmnmt": "0.1.0", **versions})
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("0", "0")])
+def test_an_all_reduce_over_nccl_that_takes_too_long_is_an_error_and_no_abort(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # torch's watchdog thread ends the process by SIGABRT unless collectives wait (torch 2.11).
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    if given is not None:
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = given
+    found: list[str | None] = []
+
+    def check(*_: object, **__: object) -> Judgment:
+        found.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+        return Judgment(())
+
+    monkeypatch.setattr(doctor, "check", check)
+    assert doctor.main(["--out", str(tmp_path / "out")]) == 0
+    assert found == [used]
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_gpus_that_a_driver_is_too_old_for_are_counted_by_the_driver_only(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: Gpus(gpus, has_bf16=True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = doctor.find_facts(World(0, 1, 0, 1, LOOPBACK, 1))
+    [problem] = found.problems
+    assert "(CUDA 13.0) can use 0. Update the driver" in problem
+    assert found.device == "cpu"
 
 
 # ---------------------------------------------------------------- judging what was found

@@ -448,7 +448,8 @@ def read_updates(
         Update(step, number, [turn[rank] for turn in step.turns(ranks)], read, per_pass, seed)
         for number, step in enumerate(steps, start=update + 1)
     )
-    with closing(steps), closing(read_ahead(_passes(planned), depth=PASSES_AHEAD)) as arriving:
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with closing(steps), closing(read_ahead(_passes(planned, gpu), depth=PASSES_AHEAD)) as arriving:
         passes = BUSY_TIME.awaited(arriving)
         for first, one in passes:
             others = (other for _, other in islice(passes, -(-len(first.indices) // per_pass) - 1))
@@ -458,11 +459,12 @@ def read_updates(
                 pass
 
 
-def _passes(updates: Iterator[Update]) -> Generator[tuple[Update, Pass]]:
-    pins = torch.cuda.is_available()
+def _passes(updates: Iterator[Update], gpu: int | None) -> Generator[tuple[Update, Pass]]:
+    if gpu is not None:  # a thread begins with GPU 0, where pinning would take memory of each rank
+        torch.cuda.set_device(gpu)
     for update in updates:
         for each in update.passes():
-            batch = in_one_buffer(each.batch, pinned=True) if pins else each.batch
+            batch = each.batch if gpu is None else in_one_buffer(each.batch, pinned=True)
             yield update, replace(each, batch=batch)
 
 

@@ -332,8 +332,8 @@ def distributed_world(
 
     It uses gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors. A collective that waits for
     longer than ``timeout_seconds`` raises an error. At the end all ranks wait for each other unless
-    something failed; the group is destroyed in any case. A process that had a group must end by
-    ``leave``.
+    something failed, and destroy the group; after a failure, NCCL's ends with the process only. A
+    process that had a group must end by ``leave``.
 
     With ``stacks_dir``, a watchdog ends all ranks when none has advanced for ``silence_seconds``,
     and writes their stacks there.
@@ -365,13 +365,17 @@ def distributed_world(
         except torch.distributed.DistNetworkError as error:
             refuse_taken_port(error, world)
             raise
+        are_together = world.size == 1
         try:
             take_device(world.local_rank)
             with meetings(world.master_address, watch=watch):
                 yield world
                 wait_for_all()
+            are_together = True
         finally:
-            torch.distributed.destroy_process_group()
+            # NCCL would wait for the ranks that this one leaves, and the error would be lost.
+            if are_together or not torch.cuda.is_available():
+                torch.distributed.destroy_process_group()
 
 
 def refuse_taken_port(error: Exception, world: World) -> None:
@@ -450,14 +454,21 @@ def take_device(local_rank: int) -> None:
 
     Raises:
         ConfigError: on all ranks, if two of them would have one GPU, which NCCL refuses, or if
-            some have a GPU and others none.
+            some have a GPU and others none; on this one, if torch cannot use its GPU.
     """
     import torch
 
     device = local_device(local_rank)
     name = "the CPU"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:  # the driver counts GPUs that it is too old for
+            problem = str(error).split("\n")[0].rstrip(".")
+            raise ConfigError(
+                f"GPU {device.index} cannot be used ({problem}). Update its driver, install a "
+                "torch that suits it, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on CPU."
+            ) from error
         name = str(torch.cuda.get_device_properties(device).uuid)
     refuse_shared(gather_objects((socket.gethostname(), name, device.type)))
 

@@ -63,7 +63,7 @@ def peak_operations(ds_config: Mapping[str, Any]) -> float | None:
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name().lower().replace("-", " ").split()
-    if "pcie" in words or "nvl" in words:  # slower than the SXM modules of the same name
+    if {"pcie", "nvl", "mig"} & {*words}:  # slower than the whole SXM modules of the same name
         return None
     sheet = next((sheet for name, sheet in DEVICES.items() if name in words), None)
     if sheet is None:

@@ -25,11 +25,17 @@ from typing import Any
 
 import torch
 
-from pipeline.config.ds_config import check_ranks, expert_parallel_size, expert_parallel_sizes
+from pipeline.config.ds_config import (
+    PER_PASS,
+    asks_for_largest_passes,
+    check_ranks,
+    expert_parallel_size,
+    expert_parallel_sizes,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32
-from pipeline.estimates.devices import DataSheet
+from pipeline.estimates.devices import DataSheet, most_per_pass
 from pipeline.estimates.launches import Counted, Launch, count_training
 from pipeline.estimates.memory import ZeroSettings, estimate, optimizer_groups, shape_of
 from pipeline.kernels.products import meta_stands_for
@@ -211,9 +217,11 @@ class _Forecast:
         expert_sizes = [expert_parallel_size(self.recipe, ranks=ranks)]
         if self.recipe.model.moe is not None:
             expert_sizes = expert_parallel_sizes(self.recipe, ranks=ranks)
-        given: dict[str, Any] = {"processes": ranks, "ds_config": self.ds_config, **self.sizes}
+        given: dict[str, Any] = {"processes": ranks, **self.sizes}
         needed = {
-            size: estimate(at_size(self.recipe, size), **given).device_bytes
+            size: estimate(
+                at_size(self.recipe, size), ds_config=self._on_device(ranks, size), **given
+            ).device_bytes
             for size in expert_sizes
         }
         if min(needed.values()) > usable:
@@ -232,6 +240,16 @@ class _Forecast:
         }
 
     @cache  # noqa: B019  # lives as long as one command
+    def _on_device(self, ranks: int, size: int) -> Mapping[str, Any]:
+        """Return the ds_config with the passes that training would choose on these GPUs."""
+        if not asks_for_largest_passes(self.ds_config):
+            return self.ds_config
+        spread, memory = at_size(self.recipe, size), int(self.device.memory)
+        spec = shape_of(spread, **self.sizes).spec
+        number = most_per_pass(spec, spread, self.ds_config, ranks=ranks, memory=memory)
+        return {**self.ds_config, PER_PASS: number}
+
+    @cache  # noqa: B019  # lives as long as one command
     def _pass(self, size: int, per_pass: int, value: int) -> StepTime:
         dtype = torch.float32 if value == FLOAT32 else torch.bfloat16
         spread = at_size(self.recipe, size)
@@ -242,7 +260,7 @@ class _Forecast:
     def update_time(self, ranks: int, size: int) -> dict[str, float]:
         """Return the seconds of an update by term."""
         spread = at_size(self.recipe, size)
-        zero = ZeroSettings.of(spread, self.ds_config, processes=ranks)
+        zero = ZeroSettings.of(spread, self._on_device(ranks, size), processes=ranks)
         step = self._pass(size, zero.per_pass, zero.value)
         groups = optimizer_groups(shape_of(spread, **self.sizes), spread, processes=ranks)
         summed = zero.passes * SUMMED_BYTES * sum(group.values for group in groups)

@@ -272,7 +272,7 @@ class Engine:
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
         _check_monitors(config)
-        self.ds_config: Mapping[str, Any] = config
+        self.ds_config = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
         self._turns = passes_per_update(recipe, ranks=world.size)
@@ -370,7 +370,7 @@ class Engine:
         """Let half as many micro-batches share a pass, before the first update."""
         self.per_pass = even_per_pass(self._turns, most=max(self.per_pass // 2, 1))
         self.accumulation = math.ceil(self._turns / self.per_pass)
-        self.ds_config = {**self.ds_config, "gradient_accumulation_steps": self.accumulation}
+        self.ds_config["gradient_accumulation_steps"] = self.accumulation
         self._engine.set_train_batch_size(self.world.size * self.accumulation)
         self._zero.gradient_accumulation_steps = self.accumulation
 
@@ -430,19 +430,23 @@ class Engine:
         advance()
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
+    def make_moments(self) -> None:
+        """Make the moments of the optimizer that are not there, as the first update would."""
+        for flat in self._zero.single_partition_of_fp32_groups:
+            if not (held := self._zero.optimizer.state[flat]):
+                held["step"] = torch.zeros((), device=flat.device)
+                held["exp_avg"], held["exp_avg_sq"] = _zeros(flat), _zeros(flat)
+
     def rehearse(self, batch: AnyBatch) -> None:
         """Run forward and backward without an update: too large a batch fails here, at the start.
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced. The next update
-        replaces sums. The moments of the optimizer take their memory here, before the pass.
+        replaces sums. The moments of the optimizer take their memory before the pass.
 
         Raises:
             ConfigError: the loss does not depend on the model.
         """
-        for flat in self._zero.single_partition_of_fp32_groups:
-            if not (held := self._zero.optimizer.state[flat]):  # else made by the first update
-                held["step"] = torch.zeros((), device=flat.device)
-                held["exp_avg"], held["exp_avg_sq"] = _zeros(flat), _zeros(flat)
+        self.make_moments()
         self.model.train()
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
         found = torch.autograd.grad(terms.objective, trainable(self.model), allow_unused=True)

@@ -14,8 +14,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -64,16 +64,23 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
         )
     task.data.check(max_positions=model.spec.model.max_positions)
     optimizer = partial(make_optimizer, config=recipe.optimizer)
-    try:
+    with _in_memory(call):
         engine = Engine(
             model, recipe, world=world, ds_config=call.ds_config, make_optimizer=optimizer
         )
+    TrainingRun(call, engine, task, world=world).run()
+
+
+@contextmanager
+def _in_memory(call: StageCall) -> Iterator[None]:
+    """Raise ConfigError if a GPU has too little memory for what the block keeps there."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{call.out_dir}: a GPU has too little memory for the weights and the optimizer's "
             "state. Use more processes, or the ds_config zero2_bf16_offload."
         ) from error
-    TrainingRun(call, engine, task, world=world).run()
 
 
 class TrainingRun:
@@ -114,7 +121,9 @@ class TrainingRun:
         # cuDNN may otherwise add up the gradients of byte front ends in no fixed order.
         torch.backends.cudnn.deterministic = True
         with self.run_directory.locked(), self.profiling:
-            self._resume()
+            with _in_memory(self.call):
+                self._resume()
+                self.engine.make_moments()  # a state has brought them
             try:
                 self._rehearse()
                 self._train()
@@ -249,9 +258,18 @@ class TrainingRun:
 
     def _validate_if_due(self) -> None:
         if self.validation.is_due(self.position):
-            found = self.validation.run(before_batch=self._stop_if_asked)
+            found = self._validated()
             self.metrics.write_validation(found.record(), self.position)
             self._keep_if_best(found)
+
+    def _validated(self) -> ValidationResult:
+        try:
+            return self.validation.run(before_batch=self._stop_if_asked)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{self.call.out_dir}: a GPU has too little memory for a micro-batch of "
+                "validation. Set batches.evaluation_tokens to less."
+            ) from error
 
     def _keep_if_best(self, found: ValidationResult) -> None:
         self.position, is_best = judge(self.position, found.perplexity)
@@ -284,7 +302,7 @@ class TrainingRun:
     def _take_mean(self) -> None:
         """Make the mean of the last states the result of the run, instead of the best weights."""
         self.averaged = self.resuming.load_mean(end=self.position.update)
-        self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
+        self.saving.save_mean(self.averaged, self._validated())
 
 
 def _freeze_objects() -> None:

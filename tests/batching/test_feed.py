@@ -27,6 +27,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, Split
 from pipeline.artifacts.shards import Mixture, Phase, ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
+from pipeline.batching import feed
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
@@ -263,6 +264,30 @@ def test_reading_ahead_gives_every_rank_its_passes_in_order(
                     assert_same(found.batch, batches[0] if per_pass == 1 else join(batches))
     del steps
     assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.parametrize("gpu", [1, 7])
+def test_the_thread_that_reads_ahead_pins_on_the_gpu_of_its_rank(
+    corpora: Path, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A new thread has GPU 0: allocating pinned memory there makes a CUDA context on it.
+    found: list[tuple[str, int]] = []
+
+    def note(device: int) -> None:
+        found.append((threading.current_thread().name.rstrip("_0"), device))
+
+    def pin(batch: Batch, *, pinned: bool) -> Batch:
+        note(found[-1][1] if found and pinned else 0)
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    monkeypatch.setattr(feed, "in_one_buffer", pin)
+    with closing(open_data(corpora, "usual").updates((0, 0), rank=0, ranks=1)) as updates:
+        next(updates)
+    assert len(found) > 1
+    assert set(found) == {("read ahead", gpu)}
 
 
 def test_an_update_whose_passes_are_not_taken_does_not_shift_the_next(corpora: Path) -> None:

@@ -9,10 +9,11 @@ per case of ``gpu_goals.py``, what was measured and its goal. ``--quick`` runs e
 tiny sizes in this process, on a CPU too, and measures nothing. Sections for two cards run where
 there are two; they train on the demo's data.
 
-Only sections that train need DeepSpeed, and only those that compare with transformers or
-CTranslate2 need them. CTranslate2's wheel loads ``libcublas.so.12``. With PyTorch for CUDA 13, make
-a folder with links ``libcublas.so.12`` and ``libcublasLt.so.12`` to the libraries of version 13 in
-``site-packages/nvidia/cu13/lib``, and name the folder in ``LD_LIBRARY_PATH``.
+Only sections that train or compare with ``mmnmt estimate`` need DeepSpeed, and only those that
+compare with transformers or CTranslate2 need them. CTranslate2's wheel loads ``libcublas.so.12``.
+With PyTorch for CUDA 13, make a folder with links ``libcublas.so.12`` and ``libcublasLt.so.12`` to
+the libraries of version 13 in ``site-packages/nvidia/cu13/lib``, and name the folder in
+``LD_LIBRARY_PATH``.
 """
 
 import argparse
@@ -66,8 +67,6 @@ TWO_CARDS = {"ranks": 120, "slurm": 120}
 """Time limits of sections that one card does not run."""
 PASSES = 4
 """Bare passes that are timed together."""
-PEAK = 989e12
-"""Floating-point operations per second of an H100 and an H200 in bfloat16."""
 Found = Iterator[tuple[str, float | str | Mapping[str, str]]]
 """Cases with what was measured, or why not; titles with tables."""
 
@@ -95,7 +94,7 @@ def passes(asked: Asked) -> Found:
                 yield f"{kind}, kernels per pass, by the profiler", kernels
                 yield f"{kind}, kernels / those counted by mmnmt estimate", kernels / launches
                 yield f"{kind}, time of the kernels / mmnmt estimate", sum(spent) / estimate
-        mfu = steps.operations(model, batches) / took / PEAK
+        mfu = steps.utilization(model, batches, took)
         yield f"{kind}, MFU, forward + backward, 16k tokens a pass", mfu
 
 
@@ -114,7 +113,7 @@ def training(asked: Asked) -> Found:
         model = steps.random_model(recipe, asked, dtype=torch.float32)
         batches = steps.full_batches(model, asked, 4) * times
         (took,) = seconds(asked, rounds=rounds, work=steps.updates(model, recipe, batches))
-        yield case, steps.operations(model, batches) / took / PEAK
+        yield case, steps.utilization(model, batches, took)
         del model
         gc.collect()
         torch.cuda.empty_cache()
@@ -426,8 +425,12 @@ def clocks() -> str:
 
 
 def result_path() -> Path:
-    """Return the result file of this card, such as ``gpu-nvidia-h100.json``."""
-    card = steps.card_name().lower().replace("nvidia ", "").split()[0]
+    """Return the result file of this card, such as ``gpu-nvidia-h100.json``.
+
+    The first word names no card of many others, such as "GeForce" or "Tesla".
+    """
+    words = steps.card_name().lower().replace("nvidia ", "").split()
+    card = "-".join(words) if steps.peak() is None else words[0]
     return Path(__file__).parent / "results" / f"gpu-nvidia-{card}.json"
 
 

@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from gpu_goals import NOT_MEASURED
 from ratios import DEVICE, finish, interleaved
 from support.passes import passes_of
 from support.tiny_models import EOS_ID, random_examples
@@ -36,6 +37,8 @@ from pipeline.model.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 BFLOAT16 = torch.bfloat16
+PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12}
+"""Word of a card's name → floating-point operations per second in bfloat16, of SXM modules."""
 TOKENS_OF_25 = f"decoding.tokens={25 * 5 * 32}"
 """The setting for 25 sentences of 32 tokens with 5 beams in a batch."""
 
@@ -104,6 +107,20 @@ def operations(model: Transformer, batches: Sequence[Batch]) -> float:
     return OPERATIONS_PER_PARAMETER * sum(
         met.source * batch.num_source_tokens + met.target * batch.num_labels for batch in batches
     )
+
+
+def utilization(model: Transformer, batches: Sequence[Batch], took: float) -> float | str:
+    """Return the share of the card's peak that training on batches needs, or why it is unknown."""
+    if (most := peak()) is None:
+        return f"{NOT_MEASURED}: the peak of {card_name()} is not known"
+    return operations(model, batches) / took / most
+
+
+def peak() -> float | None:
+    """Return the card's floating-point operations per second in bfloat16; None if not known."""
+    words = card_name().lower().replace("-", " ").split()
+    slower = {"pcie", "nvl", "mig"} & {*words}  # than the whole SXM modules of the same name
+    return None if slower else next((PEAKS[word] for word in words if word in PEAKS), None)
 
 
 def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Callable[[], object]:

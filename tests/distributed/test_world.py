@@ -6,6 +6,8 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from support.process_pool import ProcessPool
 
+from pipeline.distributed import world as distributed
 from pipeline.distributed.watchdog import until
 from pipeline.distributed.world import (
     StopFlag,
@@ -284,6 +287,36 @@ def test_a_single_process_opens_a_group_too_and_closes_it_after_an_error() -> No
         raise ZeroDivisionError
     assert not torch.distributed.is_initialized()
     assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize(
+    ("error", "has_gpu", "destroyed"),
+    [
+        (ConfigError("a GPU has too little memory"), True, 0),
+        (KeyboardInterrupt(), True, 0),
+        (KeyboardInterrupt(), False, 1),
+        (None, True, 1),
+    ],
+)
+def test_a_rank_that_fails_does_not_wait_in_nccl_for_those_that_it_leaves(
+    error: BaseException | None, has_gpu: bool, destroyed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NCCL's communicators are destroyed by all ranks of a node together, once their work is done.
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for name in ("init_process_group", "destroy_process_group"):
+        note = partial(found.append, name)
+        monkeypatch.setattr(torch.distributed, name, lambda note=note, **_: note())
+    for name in ("take_device", "wait_for_all"):
+        monkeypatch.setattr(distributed, name, lambda *_: None)
+    monkeypatch.setattr(distributed, "meetings", lambda *_, **__: nullcontext())
+    for name, value in World(0, 2, 0, 2, "127.0.0.1", 29500).environment().items():
+        monkeypatch.setenv(name, value)
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    with expected, distributed_world():
+        if error is not None:
+            raise error
+    assert found == ["init_process_group"] + destroyed * ["destroy_process_group"]
 
 
 def test_without_a_process_group_every_collective_is_the_identity() -> None:

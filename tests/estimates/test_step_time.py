@@ -10,7 +10,7 @@ import torch
 from small_recipes import small_recipe
 from torch import Tensor
 
-from pipeline.config.ds_config import load_ds_config
+from pipeline.config.ds_config import AUTO, PER_PASS, load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.devices import DEVICES, DataSheet, peak_operations
 from pipeline.estimates.launches import (
@@ -259,6 +259,8 @@ def test_products_without_groups_wait_for_numbers_of_rows_once_even_if_they_are_
         ("Tesla V100-SXM2-32GB", {"fp16": {"enabled": True}}, None),
         ("NVIDIA A100-PCIE-80GB", {}, None),
         ("NVIDIA H100 NVL", {}, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", {"bf16": {"enabled": True}}, None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", {}, None),
         ("NVIDIA GH200 480GB", {}, None),
     ],
 )
@@ -274,7 +276,7 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_in_the_precision_of_trainin
 
 H100 = DEVICES["h100"]
 SIZES: dict[str, Any] = {"vocabulary_size": 500, "num_groups": 0}
-BF16 = load_ds_config("zero1_bf16")
+BF16 = {**load_ds_config("zero1_bf16"), PER_PASS: 1}
 
 
 def forecast_recipe(*, experts: bool = False, micro_batches: int = 64) -> Recipe:
@@ -330,11 +332,23 @@ def test_an_update_of_one_gpu_takes_its_passes_and_the_optimizer() -> None:
     assert again["optimizer"] == one["time"]["optimizer"]
 
 
+@pytest.mark.parametrize(("micro_batches", "per_pass"), [(16, 8), (6, 3)])
+def test_an_update_is_forecast_with_the_passes_that_training_chooses(
+    micro_batches: int, per_pass: int
+) -> None:
+    recipe = forecast_recipe(micro_batches=micro_batches)
+    chosen, named = (
+        found(recipe, most=2, ds_config={**BF16, PER_PASS: number})[0][2]
+        for number in (AUTO, per_pass)
+    )
+    assert chosen == named
+
+
 def test_gradients_are_reduced_in_float32_once_at_zero_1_and_after_every_pass_at_zero_2() -> None:
     recipe = forecast_recipe()
     parameters = sum(parameter.numel() for parameter in shape_of(recipe, **SIZES).parameters())
     once, often = (
-        found(recipe, most=2, ds_config=load_ds_config(name))[0][2]["time"]
+        found(recipe, most=2, ds_config={**load_ds_config(name), PER_PASS: 1})[0][2]["time"]
         for name in ("zero1_bf16", "zero2_bf16")
     )
     assert once["reduce"] == pytest.approx(gather_seconds(H100, 4 * parameters, ranks=2), rel=1e-3)

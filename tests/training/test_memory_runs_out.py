@@ -22,6 +22,7 @@ from support.tiny_training import (
     trainer,
 )
 
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
@@ -90,6 +91,10 @@ def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
     straight, ds_config = tmp_path / "straight", sharing_passes(tmp_path, after)
     assert train(straight, ranks=ranks, ds_config=ds_config) == ["done"] * ranks
     assert_same_runs(out_dir, straight)
+    found, expected = (
+        open_artifact(one, kind="checkpoint").manifest.statistics for one in (out_dir, straight)
+    )
+    assert found["deepspeed"] == expected["deepspeed"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,6 @@ def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
         ("rehearse", 1, ""),
         ("rehearse", 3, ""),
         ("train_step", 4, "micro_batches_per_pass in the ds_config to less than 4, "),
-        ("evaluate", 1, ""),
     ],
 )
 def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
@@ -114,6 +118,19 @@ def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
     )
 
 
+@pytest.mark.parametrize("per_pass", [1, 4])
+def test_a_validation_without_the_memory_names_its_own_setting(
+    train: Train, tmp_path: Path, per_pass: int
+) -> None:
+    ds_config, out_dir = sharing_passes(tmp_path, per_pass), tmp_path / "model"
+    fault: dict[str, Any] = {"by": with_little_memory, "rank": 0, "most": 0, "method": "evaluate"}
+    [(ended, _, _)] = train(out_dir, ranks=1, ds_config=ds_config, **fault)
+    assert ended == (
+        f"{out_dir}: a GPU has too little memory for a micro-batch of validation. Set "
+        "batches.evaluation_tokens to less."
+    )
+
+
 def with_no_memory_for(
     world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, *, ds_config: str, part: str
 ) -> str:
@@ -126,10 +143,16 @@ def with_no_memory_for(
             return str(error)
 
 
-@pytest.mark.parametrize("part", ["deepspeed.initialize", "FlatGradients"])
+@pytest.mark.parametrize(
+    ("part", "stops_at"),
+    [("deepspeed.initialize", 0), ("FlatGradients", 0), ("_zeros", 0), ("_zeros", 3)],
+)
 def test_one_sentence_says_what_to_do_where_the_optimizer_has_no_memory(
-    train: Train, tmp_path: Path, part: str
+    train: Train, tmp_path: Path, part: str, stops_at: int
 ) -> None:
+    if stops_at:  # the state may come from more GPUs, which had less of it each
+        at = (0, stops_at)
+        train(tmp_path / "model", ranks=1, ds_config="cpu_fp32", terminate_at=at)
     [ended] = train(
         tmp_path / "model", ranks=1, ds_config="cpu_fp32", by=with_no_memory_for, part=part
     )

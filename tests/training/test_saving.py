@@ -22,6 +22,7 @@ from pipeline.checkpoints.resharding import SHAPES_FILE, Piece
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError
+from pipeline.estimates.launches import LaunchCounter
 from pipeline.model.moe.routing_statistics import RoutingCounter
 from pipeline.model.parameters import NamedSlice
 from pipeline.model.spec import make_spec
@@ -38,6 +39,24 @@ SPEC = make_spec(
 )
 ROUTING = RoutingCounter(SPEC).result()
 EXPERTS = 4
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_the_host_waits_once_for_the_routes_of_a_validated_batch(layers: int) -> None:
+    model = make_recipe().model
+    sizes = {"encoder_layers": layers, "decoder_layers": layers}
+    counter = RoutingCounter(SPEC.model_copy(update={"model": model.model_copy(update=sizes)}))
+    shapes = {
+        "probability_NE": (5, counter.num_experts),
+        **dict.fromkeys(("routed_E", "kept_E"), (counter.num_experts,)),
+    }
+    record: Any = SimpleNamespace(
+        **{name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    )
+    with LaunchCounter() as mode:
+        counter.add([record] * len(counter.sums), language=1)
+    assert len(counter.sums) >= layers
+    assert len(mode.counted.host_waits) == 1
 
 
 def world_of(rank: int = 0, size: int = 1) -> World:

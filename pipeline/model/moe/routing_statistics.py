@@ -129,16 +129,17 @@ class RoutingCounter:
         self.sums = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, routing: Sequence[RoutingRecord], *, language: int) -> None:
-        """Count one batch of sentences into one target language."""
+        """Count one batch of sentences into one target language; the host waits once for it."""
+        rows = []
         for layer, record in enumerate(routing):
             probability_NE = record.probability_NE
+            self.sums[layer, language, 0] += len(probability_NE)
             # Clamped: a probability of 0 would contribute 0 · log 0 = NaN instead of 0.
             entropy = -(probability_NE * probability_NE.clamp_min(1e-30).log()).sum()
-            counts: list[Tensor] = [record.routed_E.double(), record.kept_E.double()]
-            row = self.sums[layer, language]
-            row[0] += len(probability_NE)
-            row[1] += float(entropy)
-            row[2:] += torch.cat(counts).cpu()
+            counts: list[Tensor] = [entropy.view(1), record.routed_E, record.kept_E]
+            rows.append(torch.cat([count.double() for count in counts]))
+        if rows:
+            self.sums[:, language, 1:] += torch.stack(rows).cpu()
 
     def result(self) -> RoutingStatistics:
         """Return the statistics of all batches counted so far."""
