@@ -72,6 +72,8 @@ def test_every_card_has_a_result_file_and_utilization_of_its_own(
     import gpu_steps
 
     monkeypatch.setattr(gpu_steps, "card_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(gpu_steps, "operations", lambda *_: 1e12)
     assert gpu.result_path().name == f"gpu-nvidia-{file}.json"
     found: object = gpu_steps.utilization(None, [], 2.0)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from pipeline.batching.batch import Batch, Example, collate
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World, distributed_world
+from pipeline.estimates.devices import peak_operations
 from pipeline.model.building import build_model
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_multiplied
 from pipeline.model.spec import placeholder_spec
@@ -37,8 +38,6 @@ from pipeline.model.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 BFLOAT16 = torch.bfloat16
-PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12}
-"""Word of a card's name → floating-point operations per second in bfloat16, of SXM modules."""
 TOKENS_OF_25 = f"decoding.tokens={25 * 5 * 32}"
 """The setting for 25 sentences of 32 tokens with 5 beams in a batch."""
 
@@ -118,9 +117,7 @@ def utilization(model: Transformer, batches: Sequence[Batch], took: float) -> fl
 
 def peak() -> float | None:
     """Return the card's floating-point operations per second in bfloat16; None if not known."""
-    words = card_name().lower().replace("-", " ").split()
-    slower = {"pcie", "nvl", "mig"} & {*words}  # than the whole SXM modules of the same name
-    return None if slower else next((PEAKS[word] for word in words if word in PEAKS), None)
+    return peak_operations(load_ds_config("zero1_bf16"))
 
 
 def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Callable[[], object]:
