@@ -210,11 +210,16 @@ def _fused_kernels(_examined: Examined) -> Iterator[Finding]:
     if not is_fused(torch.empty(1, device=device, dtype=dtype)):
         yield Finding("note", about, f"not used: {SWITCH} is off, or the GPU is older than Ampere.")
         return
-    for one in compare(device, Sizes(), dtype=dtype):
-        times = f"{1e3 * one.fused:.2f} ms, plain {1e3 * one.plain:.2f} ms"
-        text = f"{one.name}: {times}, values differ by {one.distance:.2%}."
-        problems = [] if one.agrees else [f"{text} Set the environment variable {SWITCH} to off."]
-        yield from _verdict(about, problems, text)
+    try:
+        for one in compare(device, Sizes(), dtype=dtype):
+            times = f"{1e3 * one.fused:.2f} ms, plain {1e3 * one.plain:.2f} ms"
+            text = f"{one.name}: {times}, values differ by {one.distance:.2%}."
+            fix = f"{text} Set the environment variable {SWITCH} to off."
+            yield from _verdict(about, [] if one.agrees else [fix], text)
+    except ConfigError as error:
+        yield Finding("wrong", about, str(error))
+    except torch.OutOfMemoryError:
+        yield Finding("note", about, "not compared: the GPU has too little free memory.")
 
 
 def _mpi(_examined: Examined) -> Iterator[Finding]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline import cli
+from pipeline import cli, doctor
 from pipeline.config.ds_config import ds_config_path
 from pipeline.config.recipe import load_recipe
-from pipeline.errors import EXIT_USER_ERROR
+from pipeline.errors import EXIT_USER_ERROR, ConfigError
+from pipeline.kernels import launching
+from pipeline.model import fused_comparison
 
 RECIPE = """
 [tokenizer]
@@ -248,3 +251,26 @@ def test_a_tokenizer_that_sacrebleu_would_fetch_is_missed_where_sacrebleu_looks(
     model.parent.mkdir()
     model.touch()
     assert not [*_missing_files("evaluate", recipe)]
+
+
+@pytest.mark.parametrize(
+    ("error", "mark", "said"),
+    [
+        (ConfigError("Triton cannot compile."), "wrong", "Triton cannot compile."),
+        (torch.OutOfMemoryError("CUDA out of memory."), "note", "too little free memory"),
+    ],
+)
+def test_a_gpu_on_which_nothing_can_be_compared_is_named(
+    error: Exception, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*_: object, **__: object) -> Any:
+        raise error
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(launching, "is_fused", lambda _: True)
+    monkeypatch.setattr(fused_comparison, "compare", compare)
+    (finding,) = doctor._fused_kernels(doctor.Examined(None, Path(), None))
+    assert (finding.mark, finding.about) == (mark, "fused kernels")
+    assert said in finding.text

@@ -235,8 +235,8 @@ class Packing:
     def mask_BT(self) -> Tensor:
         """True at real tokens."""
         mask = torch.zeros(self.batch * self.length, dtype=torch.bool, device=self.index_N.device)
-        mask[self.index_N] = True
-        return mask.view(self.batch, self.length)
+        # The host would wait to send a single True to an index.
+        return mask.index_fill_(0, self.index_N, True).view(self.batch, self.length)
 
     @cached_property
     def _bias_of_type(self) -> dict[torch.dtype, Tensor]:

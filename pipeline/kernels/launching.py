@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from subprocess import CalledProcessError
 from typing import Any
 from weakref import WeakSet
 
@@ -84,6 +85,9 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
         grid: number of programs by dimension; without any, nothing runs.
         arguments: tensors, None and numbers; the first is a tensor.
         options: constants of the kernel, ``num_warps`` and ``num_stages``.
+
+    Raises:
+        ConfigError: Triton has no C compiler, or it fails.
     """
     if 0 in grid:
         return
@@ -91,7 +95,15 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
         for count in _Settings.counters:
             count(name, arguments, options)
         return
-    _kernel(name)[grid](*arguments, **options, enable_fp_fusion=True)
+    try:
+        _kernel(name)[grid](*arguments, **options, enable_fp_fusion=True)
+    except (RuntimeError, CalledProcessError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise ConfigError(
+            "Triton cannot compile the C code that launches kernels. Install gcc and the headers "
+            f"of Python (python3-dev), or set the environment variable {SWITCH} to off."
+        ) from error
 
 
 @cache

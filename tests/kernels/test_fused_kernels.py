@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,31 @@ def test_a_machine_can_turn_fused_kernels_off(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(launching.SWITCH, "0")
     with pytest.raises(ConfigError, match="MMNMT_FUSED_KERNELS is '0'"):
         launching._is_on()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"]),
+    ],
+)
+def test_a_machine_that_cannot_compile_what_triton_needs_is_told(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing: dict[Any, Any] = {}
+
+    class Kernel:
+        def __getitem__(self, _: object) -> Any:
+            def run(*_: object, **__: object) -> None:
+                raise failing["error"]
+
+            return run
+
+    monkeypatch.setattr(launching, "_kernel", lambda _: Kernel())
+    failing["error"] = error
+    with pytest.raises(ConfigError, match=r"Install gcc and .*_KERNELS to off"):
+        launching.launch("scale_rows", (1,), torch.zeros(1))
+    failing["error"] = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        launching.launch("scale_rows", (1,), torch.zeros(1))

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.fronted_models import fronted_spec
 from support.tiny_models import EVERYWHERE, random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import with_each_tensor
 from pipeline.model.building import build_model
@@ -87,3 +89,36 @@ def test_the_loss_of_a_micro_batch_is_made_on_the_device(
     assert terms.objective.device == CUDA
     assert terms.objective.dtype == torch.float32
     assert len(terms.routing) == (0 if moe is None else 4)
+
+
+class Waiting(TorchDispatchMode):
+    """Notes operators for which the host waits, though they return no value to it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        # isin sorts among many ids, and index_put_ copies a number of the host.
+        if name == "isin" or (name == "index_put_" and args[2].device != args[0].device):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("front", [None, {"kind": "wsf", "layers": 1}])
+def test_padded_attention_waits_for_no_copy_of_a_number(
+    front: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    spec = fronted_spec(front) if front else tiny_spec()
+    model = build_model(spec, device=torch.device("meta")).train()
+    batch = random_batch(spec, sentences=8, seed=1).keyed(1)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        put_on_cuda(model, torch.float16)
+        on_device = with_each_tensor(batch, lambda part: part.to(CUDA))
+        with Waiting() as waiting:
+            training_loss(model, on_device, LossConfig())
+    assert not waiting.seen

@@ -119,7 +119,8 @@ class Wsf(nn.Module):
 
 def word_begins(source: Source, lone_ids: Tensor) -> Tensor:
     """Return a mask that is True at the first token of every word, (N,)."""
-    is_lone_N = torch.isin(source.ids_N, lone_ids)
+    # torch.isin sorts among many ids, for which the host waits for a GPU.
+    is_lone_N = (source.ids_N[:, None] == lone_ids).any(1)
     begins_N = is_lone_N | (source.tokens.position_N == 0)
     begins_N[1:] |= is_lone_N[:-1]
     if source.begins_N is not None:
