@@ -673,25 +673,33 @@ def test_half_precision_translates_in_half_precision(bench: Bench) -> None:
     assert found.score < 0
 
 
-@pytest.mark.parametrize(("lines", "told"), [(1, "1 sentence"), (3, "3 sentences")])
+@pytest.mark.parametrize(
+    ("work", "lines", "told"),
+    [
+        ("begin_search", 1, "1 sentence"),
+        ("begin_search", 3, "3 sentences"),
+        ("_forced_passes", 1, "1 sentence"),
+        ("_forced_passes", 3, "3 sentences"),
+    ],
+)
 def test_a_gpu_without_memory_gives_up_kept_grids_and_then_says_what_to_set(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, lines: int, told: str
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, work: str, lines: int, told: str
 ) -> None:
-    translator = Translator(checkpoint, DecodingConfig())
+    translator = Translator(checkpoint, DecodingConfig(word_scores=True))
     jobs = [Job(Direction("de", "en"), line, "abc") for line in range(lines)]
-    expected, begin = translator.translate(jobs), translator.begin_search
+    expected, act = translator.translate(jobs), getattr(translator, work)
     kept: list[Any] = translator._grids._free
 
-    def begin_beside_grids(sources: Sequence[Source]) -> Any:
+    def act_beside_grids(*given: Any) -> Any:
         if kept:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return begin(sources)
+        return act(*given)
 
-    monkeypatch.setattr(translator, "begin_search", begin_beside_grids)
+    monkeypatch.setattr(translator, work, act_beside_grids)
     kept.append("a grid of an earlier batch")
     assert translator.translate(jobs) == expected
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
-    monkeypatch.setattr(translator, "begin_search", full)
+    monkeypatch.setattr(translator, work, full)
     with pytest.raises(ConfigError, match=f"for {told} at a time. Set decoding.tokens to less"):
         translator.translate(jobs)
 

@@ -4,11 +4,12 @@ A line that is longer than the model's positions is split at sentence ends, tran
 and joined again (``sentences.py``); its hypothesis records the number of parts.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from functools import partial
+from typing import Literal, Self, TypeVar
 
 import torch
 
@@ -46,6 +47,8 @@ from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
 from pipeline.terminal import counted
+
+T = TypeVar("T")
 
 TAG_TOKENS = 2
 """Positions that a source needs in addition to its text: language tag and end-of-sentence."""
@@ -408,14 +411,18 @@ class Translator:
             ConfigError: a constraint that no hypothesis can keep, or a GPU has too little memory.
             CheckpointError: the model's scores are not numbers.
         """
+        return self._in_memory(partial(self._search, sources), sentences=len(sources))
+
+    def _in_memory(self, act: Callable[[], T], *, sentences: int) -> T:
+        """Return ``act()``, for which a GPU may have too little memory: then ConfigError."""
         with suppress(torch.OutOfMemoryError):
-            return self._search(sources)
+            return act()
         self._grids.let_go()  # grids of earlier batches may hold most of the memory
         try:
-            return self._search(sources)
+            return act()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"A GPU has too little memory for {counted(len(sources), 'sentence')} at a time. "
+                f"A GPU has too little memory for {counted(sentences, 'sentence')} at a time. "
                 "Set decoding.tokens to less."
             ) from error
 
@@ -452,16 +459,19 @@ class Translator:
         hypotheses: Sequence[list[Translation]],
     ) -> list[_Found]:
         """Choose among the hypotheses of parts, and run the forced pass over the chosen ones."""
-        hypotheses = [*map(self._distinct, hypotheses)]
+        sentences, hypotheses = len(sources), [*map(self._distinct, hypotheses)]
         if self._comet is not None:
             candidates = [
                 Candidates(part.text, of, self._texts(of))
                 for part, of in zip(parts, hypotheses, strict=True)
             ]
-            hypotheses = [[one] for one in self._comet.choose(candidates)]
+            choice = partial(self._comet.choose, candidates)
+            hypotheses = [[one] for one in self._in_memory(choice, sentences=sentences)]
         elif self.config.choose == "mbr":
             hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
-        forced = self._forced_passes(sources, [of_source[0] for of_source in hypotheses])
+        best = [of_source[0] for of_source in hypotheses]
+        passes = partial(self._forced_passes, sources, best)
+        forced = self._in_memory(passes, sentences=sentences)
         positions = self.model.spec.model.max_positions
         limits = [
             length_limit(source, self.config, positions=positions - len(source.prompt))

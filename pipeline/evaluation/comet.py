@@ -9,7 +9,8 @@ the checkpoint, and nothing is downloaded.
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -62,7 +63,8 @@ def ask_comet(
     """Score every line of every system, in this process: workers read the scores from files.
 
     Raises:
-        ConfigError: the model cannot be loaded or gives no numbers, or COMET is not installed.
+        ConfigError: the model cannot be loaded or gives no numbers, COMET is not installed, or a
+            GPU has too little memory.
     """
     model = load_model(model_dir)
     tasks = [(system, direction) for system in systems for direction in directions]
@@ -70,7 +72,8 @@ def ask_comet(
         lines = TranslatedLines.read(system, corpus, systems[system], direction)
         sides = zip(lines.sources, lines.hypotheses, lines.references, strict=True)
         samples = [{"src": src, "mt": mt, "ref": ref} for src, mt, ref in sides]
-        scores = scores_of(model, samples)
+        with _enough_memory():
+            scores = scores_of(model, samples)
         if not all(map(math.isfinite, scores)):
             raise ConfigError(f"{model_dir} gives scores that are no numbers. Use another model.")
         path = _place(work_dir / "comet", system, direction)
@@ -84,7 +87,8 @@ def load_model(model_dir: Path) -> Any:
     """Load a COMET model, ready to predict, on a GPU if there is one.
 
     Raises:
-        ConfigError: COMET is not installed, or the directory holds no model of COMET.
+        ConfigError: COMET is not installed, the directory holds no model of COMET, or a GPU has
+            too little memory.
         CheckpointError: its weights cannot be read, or ask for more than data.
     """
     os.environ |= OFFLINE  # before Hugging Face's packages read it
@@ -113,7 +117,22 @@ def load_model(model_dir: Path) -> Any:
             f"{model_dir} lacks {len(missing)} of the weights that its hparams.yaml asks for, "
             f"{missing[0]} among them. Name a directory with a checkpoint of this model."
         )
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    with _enough_memory():
+        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raise ConfigError if a GPU has too little memory for what the context does."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "A GPU has too little memory for the COMET model. Name a smaller one, or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=) to compute on CPU."
+        ) from error
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

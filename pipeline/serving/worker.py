@@ -278,9 +278,10 @@ class Worker:
                     for job, hypothesis in stream.step():
                         running.pop(job.line).finish(hypothesis)
             except Exception:
-                for line in running.values():
-                    self._translate_alone(line)
-                return
+                break
+        del stream  # what a search that fails holds may be most of a GPU's memory
+        for line in running.values():
+            self._translate_alone(line)
 
     def _join(self, stream: Stream, first: _WaitingLine) -> list[_WaitingLine]:
         """Let waiting lines join; if they are refused together, translate each alone."""
@@ -290,10 +291,12 @@ class Worker:
         try:
             stream.add([line.job for line in lines])
         except Exception:
-            for line in lines:
-                self._translate_alone(line)
-            return []
-        self._on_batch(first.system, len(lines))
+            refused, lines = lines, []
+        else:
+            refused = []
+            self._on_batch(first.system, len(lines))
+        for line in refused:  # outside of the handler, whose error holds the memory of the search
+            self._translate_alone(line)
         return lines
 
     def _take(self, stream: Stream, first: _WaitingLine) -> list[_WaitingLine]:

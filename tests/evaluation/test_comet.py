@@ -143,6 +143,20 @@ def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         asked(tmp_path, model, [{"src": "a", "mt": "b", "ref": "c"}])
 
 
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("large", ["to", "predict_step"])  # the weights, and a batch of lines
+def test_a_gpu_with_too_little_memory_for_a_model_is_told_in_one_sentence(
+    large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    folder = write_stub_model(tmp_path / "model")
+    monkeypatch.setattr(type(load_model(folder)), large, out_of_memory)
+    with pytest.raises(ConfigError, match=r"^A GPU has too little memory .*CUDA_VISIBLE_DEVICES="):
+        asked(tmp_path, folder, SAMPLES)
+
+
 def test_comet_that_is_not_installed_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import gc
 import json
 import threading
+import weakref
 from collections.abc import MutableMapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.served import make_model
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
@@ -228,6 +230,35 @@ def test_a_search_that_cannot_drop_lines_leaves_the_others(
     assert worker.submit(system, direction, text).result(SECONDS).text == alone.text
     assert worker.is_alive
     worker.close()
+
+
+@pytest.mark.parametrize("failing", [1, 3])  # the step with which lines join, and a later one
+def test_the_memory_of_a_search_that_fails_is_free_for_its_lines(
+    failing: int, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be most of a GPU's, and garbage is collected after many searches only."""
+    direction, text = Direction("de", "en"), "Ja " * 12
+    (alone,) = system.translator.translate([Job(direction, 0, text)])
+    made, held, step = weakref.WeakSet[Search](), list[int](), Search.step
+
+    def fails_once(search: Search) -> dict[int, list[Translation]]:
+        made.add(search)
+        held.append(len(made))
+        if len(held) == failing:
+            raise torch.OutOfMemoryError
+        return step(search)
+
+    monkeypatch.setattr(Search, "step", fails_once)
+    worker = Worker(lambda *_: None)
+    gc.disable()
+    try:
+        with worker._changed:  # so that both join together
+            results = [worker.submit(system, direction, text) for _ in range(2)]
+        assert [one.result(SECONDS).text for one in results] == [alone.text] * 2
+    finally:
+        gc.enable()
+        worker.close()
+    assert {*held} == {1}
 
 
 def test_the_end_of_a_worker_cancels_what_waits(system: System) -> None:
