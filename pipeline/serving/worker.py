@@ -295,7 +295,7 @@ class Worker:
         else:
             refused = []
             self._on_batch(first.system, len(lines))
-        for line in refused:  # outside of the handler, whose error holds the memory of the search
+        for line in refused:  # outside of the handler: its error holds the memory of the search
             self._translate_alone(line)
         return lines
 
