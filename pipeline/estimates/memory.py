@@ -34,7 +34,7 @@ from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import pads_outputs
 from pipeline.machine import own_mapping_from
 from pipeline.model.building import shape_of_model
-from pipeline.model.moe.experts import StackedModules
+from pipeline.model.moe.experts import Experts, StackedModules
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.sublayer import Regularization
@@ -127,9 +127,15 @@ def estimate(
     batch = worst_micro_batch(recipe, zero, device=device, processes=processes)
     groups = optimizer_groups(model, recipe, processes=processes)
     tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
+    experts = [0]  # values of a layer, if their gradients are added to sums at once
+    if zero.flat and device == "cuda" and zero.value < FLOAT32:
+        spread = expert_parallel_size(recipe, ranks=processes)
+        layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+        experts += [sum(p.numel() for p in layer.parameters()) // spread for layer in layers]
     held = _HeldByZero(
         zero,
         groups,
+        added=sum(experts),
         is_cuda=device == "cuda",
         embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
@@ -137,11 +143,13 @@ def estimate(
     # All passes of a loss come before its backward pass.
     kept = passes_of(recipe.loss.objective) * sum(activation_bytes(model, batch).values())
     moments = _working_blocks(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
+    of_layer = zero.value * max(experts)
+    moments[-1].append(of_layer)
     working = max(map(sum, moments))
     phases: dict[Phase, Parts] = {
         "start": held.start(),
         "backward": {**held.backward(), "activations": kept, "working": working},
-        "reduce": held.reduce(),
+        "reduce": {**held.reduce(), "working": of_layer},
         "step": held.step(),
     }
     if device == "cpu":
@@ -295,11 +303,12 @@ class _HeldByZero:
         zero: ZeroSettings,
         groups: Sequence[OptimizerGroup],
         *,
+        added: int,
         embedding: int,
         frozen: int,
         is_cuda: bool,
     ) -> None:
-        self.zero, self.groups, self.is_cuda = zero, groups, is_cuda
+        self.zero, self.groups, self.is_cuda, self.added = zero, groups, is_cuda, added
         self.embedding, self.frozen = embedding, frozen
         self.values = sum(group.values for group in groups)
         self.share = sum(group.share for group in groups)
@@ -385,7 +394,8 @@ class _HeldByZero:
         zero = self.zero
         if zero.flat:  # a GPU joins new gradients of 16 bits before it adds them
             joins = self.is_cuda and zero.passes > 1 and zero.value < FLOAT32
-            return (FLOAT32 + zero.value * (2 if joins else 1)) * self.values
+            new = zero.value * (self.values - self.added)
+            return FLOAT32 * self.values + new * (2 if joins else 1)
         if zero.stage == 1:
             reserved = zero.value * self.covering if self.is_cuda else 0
             compact = FLOAT32 * self.share if zero.accumulates_wider else reserved

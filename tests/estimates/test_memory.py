@@ -459,6 +459,27 @@ def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[
     assert phases["reduce"]["buckets"] == 0
 
 
+@pytest.mark.parametrize(
+    ("processes", "spread", "precision", "joined"), [(1, 1, BF16, 2), (8, 4, FP16, 1)]
+)
+def test_gradients_of_experts_exist_a_layer_at_a_time_on_a_gpu(
+    processes: int, spread: int, precision: dict[str, Any], joined: int
+) -> None:
+    """They are added to float32 sums at once; several passes join the others before they do."""
+    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
+    recipe = make_recipe(model, parallel_size=spread)
+    given: dict[str, Any] = {"processes": processes, "ds_config": precision}
+    kept = estimated(recipe, **given, device="cuda").phases
+    layer = MOE.num_experts * (2 * 1024 * 4096 + 1024 + 4096) // spread
+    values = kept["step"]["parameters"] // 2
+    reduced = kept["reduce"]
+    assert reduced["gradients"] == 4 * values + 2 * joined * (values - 2 * layer)
+    assert reduced["working"] == 2 * layer
+    assert kept["backward"]["working"] > 2 * layer, "of the last one, with all activations"
+    plain = estimated(recipe, processes=processes, device="cuda").phases["reduce"]
+    assert plain["gradients"] == 8 * values, "in float32 all gradients exist at once"
+
+
 def test_micro_batches_that_share_a_pass_are_kept_together() -> None:
     def activations(per_pass: int, *, processes: int) -> int:
         found = estimated(
