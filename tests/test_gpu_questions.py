@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -79,6 +80,27 @@ def test_every_card_has_a_result_file_and_utilization_of_its_own(
     found: object = gpu_steps.utilization(None, [], 2.0)  # type: ignore[arg-type]
     unknown = f"not measured: the peak of {name} is not known"
     assert found == (unknown if peak is None else 0.5e12 / peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("absent", "loads"),
+    [("deepspeed", "gpu"), ("transformers", "gpu"), ("pytest", "support.tiny_training")],
+)
+def test_the_script_does_without_packages_that_no_section_or_only_others_need(
+    absent: str, loads: str
+) -> None:
+    code = f"import sys; sys.modules[{absent!r}] = None; import gpu, {loads}; "
+    code += "print(gpu.result_path().name)"
+    paths = os.pathsep.join(map(str, (SCRIPT.parent, SCRIPT.parents[1], ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("gpu-nvidia-"), done.stderr
 
 
 def _absent(_asked: object) -> Iterator[tuple[str, Any]]:
