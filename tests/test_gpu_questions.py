@@ -132,6 +132,26 @@ def test_a_section_that_ends_early_keeps_its_rows_and_says_why(
     assert [one.measured for one in rows] == [why, 1.0]
 
 
+@pytest.mark.parametrize(("section", "cases"), [("search", 1), ("passes", 4)])
+def test_an_estimate_that_fails_loses_nothing_that_was_measured(
+    section: str, cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+    import gpu_steps
+    from gpu_goals import rows_of
+
+    def failing(*_: object) -> None:
+        raise OSError("no mmnmt")
+
+    monkeypatch.setattr(gpu_steps, "estimates", failing)
+    monkeypatch.setattr(gpu_steps, "seconds", lambda *_, **works: [1.0] * len(works))
+    monkeypatch.setattr(gpu_steps, "kernels_by_name", lambda _: {})
+    found = dict(gpu.outcome(section, gpu_steps.Asked(quick=True, demo=ROOT)))
+    measured = [one.measured for one in rows_of(section, found)]
+    assert sum(not str(one).startswith("failed") for one in measured) == cases
+    assert found[section] == "failed: OSError('no mmnmt')"
+
+
 def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_path: Path) -> None:
     from gpu import earlier
     from gpu_goals import rows_of
