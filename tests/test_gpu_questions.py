@@ -171,6 +171,24 @@ def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_p
     assert (second.measured, second.commit) == (1.0, "new")
 
 
+@pytest.mark.slow
+@NOT_ON_A_GPU
+@pytest.mark.parametrize(("section", "options"), [("ranks", []), ("moe", ["--quick"])])
+def test_rows_that_this_machine_cannot_measure_stay(
+    section: str, options: list[str], tmp_path: Path
+) -> None:
+    from gpu import about_this_machine
+    from gpu_goals import GOALS, rows_of
+
+    card, before = about_this_machine()["processor"], dict.fromkeys(GOALS[section], 1.5)
+    rows = [asdict(row) for row in rows_of(section, before, commit="old")]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"processor": card, "rows": rows}))
+    arguments = [*options, "--only", section, "--json", "gpu.json"]
+    assert run_script(SCRIPT, arguments, folder=tmp_path, timeout=300).returncode == 0
+    assert [row for row in json.loads(path.read_text())["rows"] if row["commit"]] == rows
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [("nosuch/gpu.json", "no folder nosuch"), ("text", "no result file"), (".", "no result file")],

@@ -447,6 +447,16 @@ def earlier(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
     return tables | {row.case: row for row in rows}
 
 
+def kept(before: Mapping[str, Any], found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what was found, and earlier rows of a section that cannot be measured here."""
+
+    def lacks(value: object) -> bool:
+        return str(value).startswith(NOT_MEASURED)
+
+    old = {case: row for case, row in before.items() if lacks(found.get(case, found.get(name)))}
+    return {**found, **old}
+
+
 def result_file(name: str) -> Path:
     """Parse an option: an earlier result file, or a new file in a folder that exists."""
     path = Path(name)
@@ -486,7 +496,7 @@ def main() -> int:
         path = result_path()
     found, rows_now = earlier(path, about), partial(rows_of, commit=about["commit"])
     for name in options.only or SECTIONS:
-        found = {case: value for case, value in found.items() if case not in GOALS[name]}
+        before = {case: found.pop(case) for case in GOALS[name] if case in found}
         left = 60 * MINUTES - (time.monotonic() - began)
         limit = TWO_CARDS.get(name) or max(min(SECONDS.get(name, 60), left), 1)
         command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", name]
@@ -500,6 +510,7 @@ def main() -> int:
             }
         else:
             found |= dict(in_a_process(command, name=name, limit=limit))
+        found = kept(before, found, name)
         for one in rows_now(name, found):
             print(f"{one.case}: {one.measured} {one.unit}, goal {one.goal or 'none'}: {one.holds}")
         sys.stdout.flush()
