@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +82,27 @@ def test_every_card_has_a_result_file_and_utilization_of_its_own(
     assert found == (unknown if peak is None else 0.5e12 / peak)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("absent", "loads"),
+    [("deepspeed", "gpu"), ("transformers", "gpu"), ("pytest", "support.tiny_training")],
+)
+def test_the_script_does_without_packages_that_no_section_or_only_others_need(
+    absent: str, loads: str
+) -> None:
+    code = f"import sys; sys.modules[{absent!r}] = None; import gpu, {loads}; "
+    code += "print(gpu.result_path().name)"
+    paths = os.pathsep.join(map(str, (SCRIPT.parent, SCRIPT.parents[1], ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("gpu-nvidia-"), done.stderr
+
+
 def _absent(_asked: object) -> Iterator[tuple[str, Any]]:
     yield "search step / mmnmt estimate", 1.0
     raise ModuleNotFoundError("No module named 'ctranslate2'")
@@ -110,6 +132,26 @@ def test_a_section_that_ends_early_keeps_its_rows_and_says_why(
     assert [one.measured for one in rows] == [why, 1.0]
 
 
+@pytest.mark.parametrize(("section", "cases"), [("search", 1), ("passes", 4)])
+def test_an_estimate_that_fails_loses_nothing_that_was_measured(
+    section: str, cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+    import gpu_steps
+    from gpu_goals import rows_of
+
+    def failing(*_: object) -> None:
+        raise OSError("no mmnmt")
+
+    monkeypatch.setattr(gpu_steps, "estimates", failing)
+    monkeypatch.setattr(gpu_steps, "seconds", lambda *_, **works: [1.0] * len(works))
+    monkeypatch.setattr(gpu_steps, "kernels_by_name", lambda _: {})
+    found = dict(gpu.outcome(section, gpu_steps.Asked(quick=True, demo=ROOT)))
+    measured = [one.measured for one in rows_of(section, found)]
+    assert sum(not str(one).startswith("failed") for one in measured) == cases
+    assert found[section] == "failed: OSError('no mmnmt')"
+
+
 def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_path: Path) -> None:
     from gpu import earlier
     from gpu_goals import rows_of
@@ -127,6 +169,24 @@ def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_p
     first, second = rows_of("search", found | {to_estimate: 1.0}, commit="new")
     assert (first.measured, first.holds, first.commit) == (0.7, True, "old")
     assert (second.measured, second.commit) == (1.0, "new")
+
+
+@pytest.mark.slow
+@NOT_ON_A_GPU
+@pytest.mark.parametrize(("section", "options"), [("ranks", []), ("moe", ["--quick"])])
+def test_rows_that_this_machine_cannot_measure_stay(
+    section: str, options: list[str], tmp_path: Path
+) -> None:
+    from gpu import about_this_machine
+    from gpu_goals import GOALS, rows_of
+
+    card, before = about_this_machine()["processor"], dict.fromkeys(GOALS[section], 1.5)
+    rows = [asdict(row) for row in rows_of(section, before, commit="old")]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"processor": card, "rows": rows}))
+    arguments = [*options, "--only", section, "--json", "gpu.json"]
+    assert run_script(SCRIPT, arguments, folder=tmp_path, timeout=300).returncode == 0
+    assert [row for row in json.loads(path.read_text())["rows"] if row["commit"]] == rows
 
 
 @pytest.mark.parametrize(

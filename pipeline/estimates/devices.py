@@ -1,4 +1,7 @@
-"""GPUs by their data sheets, and what fits: passes of training on a GPU, stages in a job."""
+"""GPUs by their data sheets, and what fits: passes of training on a GPU, stages in a job.
+
+Only what computes memory loads DeepSpeed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +21,11 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import gather_objects, world_size
 from pipeline.errors import ConfigError, no_such
 from pipeline.estimates.disk import sizes
-from pipeline.estimates.memory import estimate
 from pipeline.jobs.plan import Task, num_bytes
 from pipeline.jobs.site import Allocation
 from pipeline.model.spec import ModelSpec
 from pipeline.stage import StageCall
 from pipeline.terminal import size_text
-from pipeline.training.engine import merge_ds_config
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def most_per_pass(
     Passes of an update are of the same size, up to one micro-batch. ``memory`` is the number of
     bytes of the GPU with the least memory.
     """
+    from pipeline.estimates.memory import estimate
+
     turns = passes_per_update(recipe, ranks=ranks)
     enough = ENOUGH_TOKENS * OF_WIDTH**2 // spec.model.width**2
     number = min(max(enough // recipe.batches.tokens, 1), turns, MAX_PER_PASS)
@@ -132,6 +135,8 @@ def refuse_unfit(task: Task, allocation: Allocation) -> None:
     """
     if not {"model", "batches"} <= set(task.stage.sections):
         return
+    from pipeline.training.engine import merge_ds_config
+
     recipe = load_recipe(task.recipe, task.overrides)
     try:
         merge_ds_config(task.config["ds_config"], recipe, world_size=allocation.tasks)
@@ -147,6 +152,8 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
     gpu = num_bytes(node.gpu_memory) if on_gpu else None
     if host is None and gpu is None:
         return
+    from pipeline.estimates.memory import estimate
+
     needed = estimate(
         recipe,
         **sizes(recipe),

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +33,9 @@ from pipeline.training.saving import ValidationResult
 from support.corpora import bytes_of, make_corpus, writing
 from support.process_pool import ProcessPool
 from support.stage_runs import make_call, run_stage
+
+if TYPE_CHECKING:  # a benchmark trains without pytest
+    import pytest
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
@@ -161,7 +163,7 @@ def pretrain(
     return "done"
 
 
-def trainer(request: pytest.FixtureRequest, inputs: Inputs) -> Train:
+def trainer(request: "pytest.FixtureRequest", inputs: Inputs) -> Train:
     """Return a function that trains at two ``ranks`` ``by`` pretrain, unless told otherwise."""
 
     def train(out_dir: Path, recipe: Recipe | None = None, *more: Any, **options: Any) -> list[Any]:

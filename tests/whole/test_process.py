@@ -68,8 +68,7 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
-    *("pipeline.estimates.devices", "pipeline.estimates.step_time"),
-    *("pipeline.training.metrics", "pipeline.training.saving"),
+    *("pipeline.estimates.step_time", "pipeline.training.metrics", "pipeline.training.saving"),
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
     "pipeline.extensions.tasks.finetune_task",
 )
