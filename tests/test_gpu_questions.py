@@ -103,6 +103,21 @@ def test_the_script_does_without_packages_that_no_section_or_only_others_need(
     assert done.stdout.startswith("gpu-nvidia-"), done.stderr
 
 
+def test_a_section_without_time_keeps_its_rows_for_another_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from gpu import kept, missing
+    from gpu_steps import Asked
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = Asked(quick=False, demo=tmp_path)
+    for name in ("m2m100", "moe"):
+        assert missing(name, asked, left=21) == ""
+        lacks = missing(name, asked, left=1)
+        assert lacks == "more than 9 minutes"
+        assert kept({"a": 1}, {name: f"not measured: needs {lacks}"}, name)["a"] == 1
+
+
 def _absent(_asked: object) -> Iterator[tuple[str, Any]]:
     yield "search step / mmnmt estimate", 1.0
     raise ModuleNotFoundError("No module named 'ctranslate2'")

@@ -63,6 +63,8 @@ from pipeline.model.tokens import Unbiased
 MINUTES = 9
 SECONDS = {"passes": 110, "training": 120, "ctranslate2": 100, "m2m100": 200}
 """Time limits of sections; of all others, 60 seconds."""
+LEAST = 20
+"""Seconds that a section needs to begin."""
 TWO_CARDS = {"ranks": 120, "slurm": 120}
 """Time limits of sections that one card does not run."""
 PASSES = 4
@@ -362,12 +364,13 @@ def outcome(name: str, asked: Asked) -> Found:
             yield name, why_not(error)
 
 
-def missing(name: str, asked: Asked) -> str:
-    """Return what this machine lacks for a section; empty if nothing."""
+def missing(name: str, asked: Asked, *, left: float) -> str:
+    """Return what a section lacks on this machine with ``left`` seconds; empty if nothing."""
     is_of_one, gpus = name not in TWO_CARDS, torch.cuda.device_count()
     has = {
         "a GPU": gpus > 0 or asked.quick,
         "two cards": gpus > 1 or is_of_one,
+        f"more than {MINUTES} minutes": left > LEAST or asked.quick or not is_of_one,
         "the demo's data": (asked.demo / "shards").is_dir() or is_of_one,
         "SLURM": shutil.which("srun") is not None or name != "slurm",
     }
@@ -498,10 +501,10 @@ def main() -> int:
     for name in options.only or SECTIONS:
         before = {case: found.pop(case) for case in GOALS[name] if case in found}
         left = 60 * MINUTES - (time.monotonic() - began)
-        limit = TWO_CARDS.get(name) or max(min(SECONDS.get(name, 60), left), 1)
+        limit = TWO_CARDS.get(name) or min(SECONDS.get(name, 60), left)
         command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", name]
         command += ["--demo", str(asked.demo)]
-        if lacks := missing(name, asked):
+        if lacks := missing(name, asked, left=left):
             found[name] = f"{NOT_MEASURED}: needs {lacks}"
         elif asked.quick:
             found |= {
