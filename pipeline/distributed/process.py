@@ -28,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -317,6 +318,10 @@ STOP_SIGNALS = (*ASKED_FROM_OUTSIDE, signal.SIGINT)
 """Signals that ask for a stop, Ctrl-C included."""
 
 
+HANDLED = Counter[int]()
+"""How often each signal was handled in this process by :func:`handled_by`."""
+
+
 @contextmanager
 def handled_by(
     handler: Callable[[signal.Signals], None],
@@ -334,6 +339,7 @@ def handled_by(
         if os.getpid() != process_id:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        HANDLED[number] += 1
         handler(signal.Signals(number))
 
     before = {number: signal.signal(number, handle) for number in signals}

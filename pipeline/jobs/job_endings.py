@@ -32,7 +32,7 @@ from pipeline.artifacts.artifact import key_of
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import write_whole
-from pipeline.distributed.process import handled_by, held_back
+from pipeline.distributed.process import HANDLED, handled_by, held_back
 from pipeline.terminal import counted, listed
 
 End = Literal["done", "again", "failed", "crashed", "lost"]
@@ -172,12 +172,17 @@ class EndReport:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         with handled_by(lambda _: self._note(ends=True), signals=[signal.SIGTERM]):
-            handler = signal.getsignal(signal.SIGTERM)
+            handler, handled = signal.getsignal(signal.SIGTERM), HANDLED[signal.SIGTERM]
 
             def watch() -> None:
+                arrived = 0
                 while 0 not in (numbers := os.read(reading, 64)):  # 0 is the end of the block
-                    if signal.SIGTERM in numbers:
-                        self._note(ends=signal.getsignal(signal.SIGTERM) is handler)
+                    if new := numbers.count(signal.SIGTERM):
+                        arrived += new
+                        # A handler may have taken it already, and the block that set it have ended.
+                        is_taken = HANDLED[signal.SIGTERM] - handled >= arrived
+                        is_ours = signal.getsignal(signal.SIGTERM) is handler
+                        self._note(ends=is_ours and not is_taken)
 
             thread = threading.Thread(target=watch, name="SIGTERM", daemon=True)
             with held_back():

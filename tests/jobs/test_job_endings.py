@@ -263,6 +263,26 @@ def test_a_rank_told_to_end_says_so(tmp_path: Path, wait: str, is_handled: bool)
     assert (found.end, found.cause) == ("lost", TOLD_TO_END)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_has_taken_sigterm_ends_in_its_own_words(tmp_path: Path, times: int) -> None:
+    """What cleans up behind the handler's block was killed there, most often under load."""
+    program = f"""{RANK}
+    from pipeline.distributed.process import interruptible
+    from pipeline.errors import Interrupted
+    for _ in range({times}):
+        try:
+            with interruptible():
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+        except Interrupted:
+            time.sleep(0.3)
+    report.write("again", "in its own words")
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("again", "in its own words")
+
+
 def test_a_report_stays_where_a_rank_is_told_to_end_after_it(tmp_path: Path) -> None:
     act = "report.write('failed', 'no recipe'); os.kill(os.getpid(), signal.SIGTERM)"
     subprocess.run([sys.executable, "-c", f"{RANK}    {act}", tmp_path], check=True, timeout=60)
