@@ -254,7 +254,7 @@ class GridKeys:
         self._number_rows(1)
 
     def _number_rows(self, rows: int) -> None:
-        """Make what all steps with so many rows per sentence read: a launch each."""
+        """Make tensors that every step reads: made there, each would be a launch per step."""
         device = self.made.device
         self.row_J = torch.arange(rows, device=device)
         self.itself_JJ = torch.eye(rows, dtype=torch.bool, device=device)

@@ -106,7 +106,7 @@ GRANTED: dict[str, dict[str, int]] = {
         "pipeline/model": 25,
         "pipeline/serving": 3,
         "pipeline/training": 34,
-        "tests": 621,
+        "tests": 626,
         "tests/bench": 94,
         "tests/whole": 12,
     },
